@@ -6,32 +6,46 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import verify
-from benchmarks.harness.decoder import Completion, Run
 from helpers import ROOT
 
 TINY = ROOT / "benchmarks" / "tiny"
-DOMAINS = ["arithmetic", "chat"]
 
 
-def _run(seconds: float, *emitted: int) -> Run:
-    """Two texts, each of three forwards that emit so many tokens."""
-    return Run([Completion("", emitted=[count] * 3) for count in emitted], seconds)
+def _rounds(method: str, seconds: float, *emitted: int) -> list[dict[str, Any]]:
+    """A text of each domain, of three forwards that emit so many tokens."""
+    rows = []
+    for domain, count in zip(("arithmetic", "chat"), emitted, strict=True):
+        own = {"kind": "round", "method": method, "set": domain, "seconds": seconds / 2}
+        own |= {"responses": 1, "tokens": 3 * count, "emitted": 3 * count, "forwards": 3}
+        zeros = dict.fromkeys(
+            ("verified", "steps", "step_ms", "verify_ms", "draft_ms", "ttft_ms"), 0
+        )
+        rows.append({**own, **zeros, "differs": {}})
+    return rows
 
 
-def _verdict(bastion: Run, errors: int = 0, busy: bool = False, chain: int = 6) -> tuple[str, bool]:
-    runs = {"plain": _run(8.0, 1, 1), "dflash": _run(2.0, chain, 4), "bastion": bastion}
+def _verdict(
+    bastion: list[dict[str, Any]], errors: int = 0, busy: bool = False, chain: int = 6
+) -> tuple[str, bool]:
+    bastion[0]["differs"] = {str(number): [0, 1] for number in range(errors + 1)}
+    judged = [
+        {"kind": "judged", "method": "bastion", "near_tie": number == 0}
+        for number in range(errors + 1)
+    ]
+    rows = [*_rounds("plain", 8.0, 1, 1), *_rounds("dflash", 2.0, chain, 4), *bastion, *judged]
     published = verify.PUBLISHED["Qwen3-8B", "Qwen3-8B-DFlash-b16"]
-    lines, passed = verify.verdict(runs, DOMAINS, errors + 1, errors, published, busy)
+    lines, passed = verify.verdict(rows, published, busy)
     return "\n".join(lines), passed
 
 
 def test_a_pair_that_does_what_it_should_passes() -> None:
-    text, passed = _verdict(_run(1.0, 8, 6))
+    text, passed = _verdict(_rounds("bastion", 1.0, 8, 6))
     assert passed and "FAIL" not in text
     assert "1 of 2 texts are plain decoding's, 1 differ at a near-tie, 0 are wrong" in text
     assert "8.00x of plain decoding, 2.00x of vLLM's dflash" in text
@@ -41,10 +55,13 @@ def test_a_pair_that_does_what_it_should_passes() -> None:
 @pytest.mark.parametrize(
     ("case", "failing"),
     [
-        (lambda: _verdict(_run(1.0, 8, 6), errors=1), "identity    FAIL"),
-        (lambda: _verdict(_run(1.0, 4, 4)), "tau         FAIL"),
-        (lambda: _verdict(_run(3.0, 8, 6)), "speed       FAIL"),
-        (lambda: _verdict(_run(1.0, 8, 6), chain=4), "below 70% of the published tau in arithm"),
+        (lambda: _verdict(_rounds("bastion", 1.0, 8, 6), errors=1), "identity    FAIL"),
+        (lambda: _verdict(_rounds("bastion", 1.0, 4, 4)), "tau         FAIL"),
+        (lambda: _verdict(_rounds("bastion", 3.0, 8, 6)), "speed       FAIL"),
+        (
+            lambda: _verdict(_rounds("bastion", 1.0, 8, 6), chain=4),
+            "below 70% of the published tau in arithm",
+        ),
     ],
 )
 def test_each_criterion_can_fail(case: Callable[[], tuple[str, bool]], failing: str) -> None:
@@ -53,7 +70,7 @@ def test_each_criterion_can_fail(case: Callable[[], tuple[str, bool]], failing: 
 
 
 def test_a_busy_machine_is_not_judged_by_its_speed() -> None:
-    text, passed = _verdict(_run(3.0, 8, 6), busy=True)
+    text, passed = _verdict(_rounds("bastion", 3.0, 8, 6), busy=True)
     assert passed and "speed       not judged" in text
 
 
@@ -64,9 +81,8 @@ def test_the_tiny_pair_passes() -> None:
     done = subprocess.run(
         [
             sys.executable, "-m", "benchmarks.verify", str(TINY / "target"), str(TINY / "drafter"),
-            "--file", str(TINY / "prompts.jsonl"), "--prompts", "3", "--tokens", "48", "--busy",
-            "--dtype", "float32", "--max-model-len", "512", "--max-num-batched-tokens", "128",
-            "--eager",
+            "--file", str(TINY / "prompts.jsonl"), "--samples", "1", "--tokens", "48", "--busy",
+            "--dtype", "float32", "--eager",
         ],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip

@@ -15,14 +15,16 @@ from torch import Tensor, nn
 from benchmarks.tiny.drafter import load_drafter, save_drafter
 from benchmarks.tiny.heads import Selector
 from benchmarks.tiny.model import load_target, save_target
-from benchmarks.widen.pairs import make_drafter, make_pair, read_config
-from benchmarks.widen.widening import (
+from benchmarks.widen import (
     SHAPES,
     Dims,
     Drafter,
     Shape,
     Target,
     Widening,
+    make_pair,
+    pair_of,
+    read_config,
 )
 
 VOCAB = 64
@@ -168,8 +170,7 @@ def test_a_wide_head_corrects_as_the_tiny_one(source: Path, tmp_path: Path, shap
     for weight in head.parameters():
         torch.nn.init.normal_(weight, std=0.5)
     save_drafter(drafter, own / "dflash2", load_target(source / "target"), eos_id=0)
-    make_pair(shape, tmp_path / "wide", own)
-    make_drafter(shape, tmp_path / "wide", "dflash2", own)
+    make_pair(shape, tmp_path / "wide", own, kinds=("target", "drafter", "dflash2"))
     check(own, tmp_path / "wide", "dflash2")
     wide = read(tmp_path / "wide" / "dflash2")
     assert read(own / "dflash2").keys() <= wide.keys()
@@ -179,3 +180,18 @@ def test_a_wide_head_corrects_as_the_tiny_one(source: Path, tmp_path: Path, shap
 def test_the_tiny_pair_fits_every_known_shape() -> None:
     for shape in SHAPES.values():
         Widening(Dims(), shape, Target.feature_layers)
+
+
+def test_a_pair_is_written_once_and_its_further_drafters_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BASTION_CACHE", str(tmp_path))
+    small = Shape(256, 512, 6, 6, 2, 32, 1100, tie_word_embeddings=True)
+    folder = pair_of("small", small)
+    weights = [folder / kind / "model.safetensors" for kind in ("target", "drafter", "dflash2")]
+    times = [path.stat().st_mtime_ns for path in weights[:2]]
+    assert not weights[2].exists()
+    assert pair_of("small", small, ["dflash2"]) == folder and weights[2].exists()
+    assert [path.stat().st_mtime_ns for path in weights[:2]] == times
+    pair_of("small", replace(small, intermediate_size=576))
+    assert weights[0].stat().st_mtime_ns > times[0] and not weights[2].exists()

@@ -11,14 +11,13 @@ import psutil
 from safetensors import SafetensorError
 
 from benchmarks import TINY
-from benchmarks.harness.engine import GAMMA
 from benchmarks.progress import Progress
 from vllm_bastion.envs import cache_dir
 
 REAL, SHAPE = "smollm2", "0.6B"
-# The sizes of their checkpoints, and the demo's peak memory.
-_DISK_BYTES = {REAL: 600_000_000, SHAPE: 2_000_000_000}
-_MEMORY_BYTES = {REAL: 4_000_000_000, SHAPE: 8_000_000_000}
+# The sizes of their checkpoints, and the demo's peak memory, GB.
+_DISK_GB = {REAL: 0.6, SHAPE: 2.0}
+_MEMORY_GB = {REAL: 4.0, SHAPE: 8.0}
 _MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -35,8 +34,7 @@ class Pair:
         name: for the headline.
         note: how to read its seconds.
         dtype: of its engines.
-        chain: the fastest length of vLLM's own chain (`results/paper`).
-        gamma: the drafter's depth.
+        chain: the fastest length of vLLM's own chain.
         chat: whether the target answers questions.
         environment: variables of its engines, unless the user has set them.
     """
@@ -46,7 +44,6 @@ class Pair:
     note: str
     dtype: str = "bfloat16"
     chain: int = 7
-    gamma: int = GAMMA
     chat: bool = False
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -63,23 +60,18 @@ class Pair:
                 real_pair()
             except CannotFetch as error:
                 raise CannotWrite(str(error)) from None
-            return
-        if self.folder != cache_dir() / "pairs" / SHAPE:
-            return
-        # Imported here, because it imports PyTorch.
-        from benchmarks.widen.pairs import pair_of as wide_pair_of
+        elif self.folder == cache_dir() / "pairs" / SHAPE:
+            # Imported here, because it imports PyTorch.
+            from benchmarks.widen import pair_of as wide_pair_of
 
-        progress, new = Progress("models"), not self.folder.exists()
-        if new:
-            progress(f"writing the tiny pair in Qwen3-{SHAPE}'s shape to {shown(self.folder)}")
-        try:
-            wide_pair_of(SHAPE)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(self.folder.with_name(f"{SHAPE}.part"), ignore_errors=True)
-            raise CannotWrite(f"{shown(self.folder)} cannot be written ({error})") from None
-        if new:
-            size = sum(path.stat().st_size for path in self.folder.glob("*/*"))
-            progress.done(f"{_gb(size)} written to {shown(self.folder)}, once")
+            progress, where = Progress("models"), shown(self.folder)
+            if not self.folder.exists():
+                progress(f"writing the tiny pair in Qwen3-{SHAPE}'s shape to {where}")
+            try:
+                wide_pair_of(SHAPE)
+            except (OSError, SafetensorError) as error:
+                shutil.rmtree(self.folder.with_name(f"{SHAPE}.part"), ignore_errors=True)
+                raise CannotWrite(f"{where} cannot be written ({error})") from None
 
 
 TINY_PAIR = Pair(
@@ -114,7 +106,6 @@ def pair_of(name: str) -> Pair:
             " emit the same tokens; in bf16 this target's best two are often equally good.",
             "float32",
             chain=3,
-            gamma=7,
             chat=True,
         )
     return Pair(
@@ -139,14 +130,14 @@ def shown(folder: Path) -> str:
 
 def _no_room(name: str, folder: Path) -> str | None:
     """Why a pair cannot be used here, or None if it can."""
-    free, memory, disk = _free_memory(), _MEMORY_BYTES[name], _DISK_BYTES[name]
-    if free < memory:
-        return f"{_gb(free)} of memory are free, {_gb(memory)} are needed"
+    free = _free_memory() / 1e9
+    if free < _MEMORY_GB[name]:
+        return f"{free:.1f} GB of memory are free, {_MEMORY_GB[name]:.1f} GB are needed"
     if not folder.exists():
         parent = next(path for path in folder.parents if path.exists())
-        free = shutil.disk_usage(parent).free
-        if free < disk:
-            return f"{shown(parent)} has {_gb(free)} free, {_gb(disk)} are needed"
+        free = shutil.disk_usage(parent).free / 1e9
+        if free < _DISK_GB[name]:
+            return f"{shown(parent)} has {free:.1f} GB free, {_DISK_GB[name]:.1f} GB are needed"
     return None
 
 
@@ -159,7 +150,3 @@ def _free_memory() -> int:
         except (OSError, ValueError):  # no such file, or "max"
             continue
     return free
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"

@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chat import Renderer
 from benchmarks.demo.pages import print_piece, print_text, title
 from benchmarks.harness.engine import Request
-from benchmarks.paper.chat import Renderer
 from benchmarks.prompts import Prompt
 
 _ASKED = {

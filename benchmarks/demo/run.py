@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,10 +17,9 @@ from benchmarks.demo import questions
 from benchmarks.demo.pages import print_completion, print_numbers, print_same, print_tree, title
 from benchmarks.demo.pair import REAL, SHAPE, CannotWrite, Pair, pair_of, tiny_pair
 from benchmarks.demo.questions import QUESTIONS, Streamed
-from benchmarks.harness.decoder import IMPORTS, Decoder, Run
-from benchmarks.harness.engine import Engine, Request, bastion
-from benchmarks.harness.process import EngineProcess
-from benchmarks.paper.methods import ADAPTIVE, PLAIN, Target, chain_name, methods
+from benchmarks.e2e.methods import Target, method_of
+from benchmarks.harness.decoder import Decoder, Run, begun, wait_until_started
+from benchmarks.harness.engine import Engine, Request
 from benchmarks.progress import Progress
 from benchmarks.prompts import load_prompts
 
@@ -98,58 +96,47 @@ def decode(pair: Pair, requests: list[Request], prompts: list[dict[str, str]]) -
     """
     runs: dict[str, Run] = {}
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        chosen = _engines(pair)
-        processes: dict[str, EngineProcess] = {}
-        for name, engine in chosen.items():
-            log = folder / f"{name}.log"
-            processes[name] = EngineProcess(log, engine.variables(), IMPORTS)
-            stack.callback(processes[name].close)
-        # Write the pair while the processes import vLLM.
         pair.write()
-        progress = Progress("engines")
-        for process in processes.values():
-            process.answer(progress)
-        # bastion measures its step costs while it starts, so nothing else runs then.
+        engines = _engines(pair)
+        # Each imports vLLM and reads its models while others do; bastion times its steps while it
+        # starts, so nothing else runs then.
         for names in (("plain", "dflash"), ("bastion",)):
             progress = Progress(" and ".join(names))
-            for name in names:
-                processes[name].start(Decoder, chosen[name])
-            for name in names:
-                processes[name].answer(progress)
+            started = {name: stack.enter_context(begun(engines[name], Decoder)) for name in names}
+            for process in started.values():
+                wait_until_started(process, progress)
             progress.done(f"started in {progress.seconds:.0f} s")
-            for name in names:
+            for name, process in started.items():
                 progress = Progress(name)
-                processes[name].call("decode", requests, pair.chat)
+                process.call("decode", requests, pair.chat)
                 if pair.chat:
                     shown = Streamed(pair.folder / "target", name, prompts)
-                    runs[name] = processes[name].answer(items=shown)
+                    runs[name] = process.answer(items=shown)
                     shown.end()
                 else:
-                    runs[name] = processes[name].answer(progress)
+                    runs[name] = process.answer(progress)
                 # Free its memory before the next engine decodes.
-                processes[name].close()
+                process.close()
                 progress.done(f"decoded in {runs[name].decode_s:.1f} s")
     return runs
 
 
 def _engines(pair: Pair) -> dict[str, Engine]:
-    """The engines of `benchmarks.paper`, but eager, with a batch of one and little memory."""
-    target = str(pair.folder / "target")
-    named = methods(Target(target, str(pair.folder / "drafter"), pair.gamma), cpu=True)
-    small = {"max_num_seqs": 1, "max_num_batched_tokens": _ROWS, "kv_cache_bytes": _KV_CACHE_BYTES}
-    rows = {
-        name: named[name].engine(target, False, dtype=pair.dtype, eager=True, timed=True, **small)
-        for name in (PLAIN, chain_name(pair.chain), ADAPTIVE)
+    """The engines of `benchmarks.e2e`, but eager, with a batch of one and little memory."""
+    target, drafter = str(pair.folder / "target"), str(pair.folder / "drafter")
+    what, environment = Target(target, drafter), {"HF_HUB_OFFLINE": "1", **pair.environment}
+    words = {
+        "plain": "plain",
+        "dflash": f"dflash {pair.chain}",
+        "bastion": f"bastion nodes={NODES} budget=adaptive",
     }
-    trees = bastion(pair.folder / "drafter", NODES, "adaptive")
-    chosen = {
-        "plain": rows[PLAIN],
-        "dflash": rows[chain_name(pair.chain)],
-        "bastion": replace(rows[ADAPTIVE], speculative=trees, probe="benchmarks.probes:trees"),
-    }
-    wanted = {"HF_HUB_OFFLINE": "1", **pair.environment}
-    own = {name: value for name, value in wanted.items() if name not in os.environ}
-    for name, engine in chosen.items():
-        chosen[name] = replace(engine, environment={**engine.environment, **own})
-    return chosen
+    engines = {}
+    for name, method in words.items():
+        one = method_of(method, what).engine(
+            target, cpu=False, dtype=pair.dtype, eager=True, timed=True, max_num_seqs=1,
+            max_num_batched_tokens=_ROWS, kv_cache_bytes=_KV_CACHE_BYTES,
+            probe="benchmarks.probes:trees" if name == "bastion" else None,
+        )  # fmt: skip
+        own = {key: value for key, value in environment.items() if key not in os.environ}
+        engines[name] = replace(one, environment={**one.environment, **own})
+    return engines

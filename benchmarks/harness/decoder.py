@@ -9,6 +9,8 @@ then cuts some of them: this is vLLM's mean acceptance length.
 
 from __future__ import annotations
 
+import importlib
+import os
 import tempfile
 import time
 from collections import deque
@@ -105,7 +107,8 @@ def engine_of(
 def begun(engine: Engine, factory: Any) -> Iterator[EngineProcess]:
     """A process that is starting an engine, so that several can start side by side."""
     with tempfile.TemporaryDirectory(prefix="bastion-") as folder:
-        process = EngineProcess(Path(folder) / "engine.log", engine.variables(), IMPORTS)
+        log = Path(folder) / "engine.log"
+        process = EngineProcess(log, engine.variables(), IMPORTS, paths=engine.paths())
         try:
             process.start(factory, engine)
             yield process
@@ -119,12 +122,22 @@ def wait_until_started(process: EngineProcess, progress: Callable[[str], None] =
     process.answer(progress)
 
 
+def build(engine: Engine) -> Any:
+    """The engine's `LLM`, in this process."""
+    from vllm import LLM
+    from vllm.platforms import current_platform
+
+    method = (engine.speculative or {}).get("method", "bastion")
+    second_runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+    if method != "bastion" and second_runner and current_platform.is_cpu():
+        importlib.import_module("benchmarks.other_methods")
+    return LLM(**engine.arguments())
+
+
 class Decoder:
     def __init__(self, engine: Engine) -> None:
-        from vllm import LLM
-
         self._timed = engine.timed
-        self._llm = LLM(**engine.arguments())
+        self._llm = build(engine)
         self._collect = None if engine.probe is None else resolve_name(engine.probe)(self._llm)
 
     def decode(self, requests: list[Request], stream: bool = False) -> Run:

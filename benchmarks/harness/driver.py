@@ -6,18 +6,18 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.decoder import (
     Emission,
+    build,
     engine_core,
     keep_busy,
     model_runner,
     request_index,
     watch_steps,
-    watch_times,
 )
 from benchmarks.harness.engine import Engine, Request
 from benchmarks.harness.process import end_turn, report_item
@@ -45,11 +45,6 @@ class Response:
     step_ms: float = 0.0
     verify_ms: float = 0.0
     draft_ms: float = 0.0
-    # bastion's own predictions of C(N): see `watch_predictions`
-    timed_steps: int = 0
-    predicted_ms: float = 0.0
-    measured_ms: float = 0.0
-    squared_ms: dict[str, float] = field(default_factory=dict)  # errors by prediction
 
 
 def start_driver(engine: Engine) -> Driver:
@@ -58,12 +53,13 @@ def start_driver(engine: Engine) -> Driver:
     Every engine of the table, vLLM's own too, loads its compiled graphs as this plugin's engines
     do: the code is the same, and each start takes a minute less.
     """
-    from vllm import LLM
-
+    import vllm_bastion
     from vllm_bastion.cpu.stored_graphs import complete_when_read
 
+    found, wanted = Path(vllm_bastion.__file__).resolve().parents[1], engine.paths()
+    assert not wanted or found == wanted[0].resolve(), f"the package comes from {found}"
     with complete_when_read():
-        return Driver(LLM(**engine.arguments()))
+        return Driver(build(engine))
 
 
 class Clock:
@@ -148,10 +144,8 @@ class Driver:
             if hasattr(proposer, "propose"):
                 self._clock.watch(proposer, "propose", "draft")
         self._responses: list[Response] = []
-        self._running: set[int] = set()
         self._timer = own_timer(self._runner)
         self._waited_s = 0.0  # in other engines' turns
-        watch_predictions(self._runner, self._predicted)
 
     def drive(
         self, requests: list[Request], concurrency: int, turn_s: float = math.inf
@@ -188,7 +182,6 @@ class Driver:
         response = self._responses[index]
         response.first_s = response.first_s or now
         if output.finished:
-            self._running.discard(index)
             response.token_ids = list(output.outputs[0].token_ids)
             response.prompt_len = len(getattr(output, "prompt_token_ids", None) or ())
             response.end_s = now
@@ -196,7 +189,6 @@ class Driver:
 
     def _begin(self, name: str) -> None:
         self._responses[int(name)].begin_s = self._now()
-        self._running.add(int(name))
 
     def _count(self, emissions: list[Emission]) -> None:
         for one in emissions:
@@ -232,50 +224,6 @@ class Driver:
             return done
 
         self._scheduler.update_from_output = watched
-
-    def _predicted(self, errors: dict[str, float], measured_ms: float) -> None:
-        for index in self._running:
-            response = self._responses[index]
-            response.timed_steps += 1
-            response.measured_ms += measured_ms
-            response.predicted_ms += measured_ms + errors["C(N)"]
-            for name, error in errors.items():
-                before = response.squared_ms.get(name, 0.0)
-                response.squared_ms[name] = before + error * error
-
-
-def watch_predictions(runner: Any, note: Callable[[dict[str, float], float], None]) -> None:
-    """Call `note` for each timed step: errors of bastion's predictions, and the step's time, ms.
-
-    `roofline`, `calibrated` and `table` predict the target's forward pass: the bare roofline, the
-    paper's calibrated one, and the measured table. `C(N) at start-up` predicts the whole cycle from
-    the table alone; `C(N)` uses the current costs, corrected by earlier steps. An engine with a
-    fixed budget times nothing.
-    """
-    timer = own_timer(runner)
-    if timer is None:
-        return
-    runtime = runner.speculator.runtime
-    table = runtime.controller.latency.table
-    fitted = table.carrier
-    curves = {} if fitted is None else {"roofline": fitted.roofline, "calibrated": fitted}
-
-    def watched(step: Any) -> None:
-        if not (step.verified and step.drafted):
-            return
-        rows, reqs, context = step.rows, step.num_reqs, step.context_len
-        forward = table.forward_ms(reqs, context)[min(rows, table.max_rows)]
-        start_up = table.cost_ms(reqs, context)[min(rows, table.max_rows)]
-        errors = {"table": forward - step.forward_ms}
-        for name, curve in curves.items():
-            errors[name] = curve.predict_ms(rows, context, reqs) - step.forward_ms
-        errors["C(N) at start-up"] = start_up - step.total_ms
-        estimate = runtime.controller.latency.estimate(reqs, context)
-        errors["C(N)"] = estimate.tree_step_ms(rows) - step.total_ms
-        found = {name: float(error) for name, error in errors.items()}
-        note(found, float(step.total_ms))
-
-    watch_times(timer, watched)
 
 
 def own_timer(runner: Any) -> Any:

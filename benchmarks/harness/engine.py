@@ -102,6 +102,10 @@ class Engine:
             if name not in os.environ and not (self.timed and name == _RUNNER)
         }
 
+    def paths(self) -> tuple[Path, ...]:
+        """Folders in front of the process's `sys.path`."""
+        return ()
+
     def arguments(self) -> dict[str, Any]:
         return {
             "model": str(self.target),
@@ -118,7 +122,10 @@ class Engine:
 
 @dataclass(frozen=True)
 class UserEngine(Engine):
-    """An engine as a user starts it; `environment` is added to the user's."""
+    """An engine as a user starts it; `environment` is added to the user's.
+
+    checkout: the folder of another checkout, whose package the engine runs.
+    """
 
     max_num_seqs: int = 16
     max_num_batched_tokens: int | None = None
@@ -129,6 +136,7 @@ class UserEngine(Engine):
     cudagraphs: str | None = None  # vLLM's `cudagraph_mode`
     memory: float | None = None  # vLLM's `gpu_memory_utilization`
     more: dict[str, Any] = field(default_factory=dict)  # further arguments, which win
+    checkout: Path | None = None
 
     def arguments(self) -> dict[str, Any]:
         arguments = super().arguments()
@@ -140,6 +148,9 @@ class UserEngine(Engine):
 
     def variables(self) -> dict[str, str]:
         return self.environment
+
+    def paths(self) -> tuple[Path, ...]:
+        return () if self.checkout is None else (self.checkout, self.checkout / "kernels")
 
 
 def dflash(drafter: Path, gamma: int = GAMMA, method: str = "dflash") -> dict[str, Any]:

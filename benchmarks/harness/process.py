@@ -104,6 +104,8 @@ class EngineProcess:
         imports: modules imported before the first call. If there are any, `answer` the import
             before the first call.
         context: a `multiprocessing` context, by default "spawn".
+        paths: folders in front of this process's `sys.path`, such as another checkout's: the
+            packages of it that the parent has not imported come from there.
     """
 
     def __init__(
@@ -112,11 +114,12 @@ class EngineProcess:
         environment: dict[str, str] | None = None,
         imports: Sequence[str] = (),
         context: Any = None,
+        paths: Sequence[Path] = (),
     ) -> None:
         context = context or multiprocessing.get_context("spawn")
         self._log = log
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, str(log), imports))
+        self._process = context.Process(target=_serve, args=(theirs, str(log), imports, paths))
         with changed_environment(environment or {}):
             self._process.start()
         theirs.close()
@@ -240,8 +243,9 @@ class EngineProcess:
             os.kill(self._process.pid, number)
 
 
-def _serve(connection: Connection, log: str, imports: Sequence[str]) -> None:
+def _serve(connection: Connection, log: str, imports: Sequence[str], paths: Sequence[Path]) -> None:
     """Entry point of the process: answer calls until the other end is closed."""
+    sys.path[:0] = map(str, paths)
     global _parent, _environment_lock
     # A forked process has a copy of the lock that its parent holds meanwhile.
     _parent, _environment_lock = connection, threading.RLock()

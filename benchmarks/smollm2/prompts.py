@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from benchmarks.paper.data import SETS
+from benchmarks.e2e.data import SETS
 from benchmarks.smollm2.target import pair_folder
 
 SOURCES = ("gsm8k", "code", "own")

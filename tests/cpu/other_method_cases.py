@@ -15,23 +15,6 @@ _BLOCKS = 3
 _K = 6
 
 
-@case("vllm.v1.worker.gpu.sample.output:_compact_sampling_mask_kernel")
-def compact_sampling_mask(draw: Draw) -> Launch:
-    starts, slots = draw.starts(2, 1), 3
-    logits = draw.logits(int(starts[-1]))
-    logits[draw.floats(*logits.shape) < 1.5] = -torch.inf
-    kept, width = 40, -(-VOCAB // 8)
-    return Launch(
-        (REQS * slots,), logits_ptr=logits, logits_row_stride=logits.stride(0), logits_col_stride=1,
-        cu_num_logits_ptr=starts,
-        num_sampled_tokens_ptr=torch.minimum(draw.ints(0, 3, REQS), starts.diff()),
-        token_ids_ptr=draw.ints(-9, 0, REQS * slots, kept), token_ids_row_stride=kept,
-        packed_mask_ptr=draw.ints(0, 9, REQS * slots, width, dtype=torch.uint8),
-        packed_mask_row_stride=width, counts_ptr=draw.ints(-9, 0, REQS * slots), max_num_kept=kept,
-        ROWS_PER_REQUEST=slots,
-    )  # fmt: skip
-
-
 @case(f"{_SAMPLER}:_flatten_sampled_kernel")
 def flatten_sampled(draw: Draw) -> Launch:
     starts = draw.starts(STEPS + 1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paper.methods import ADAPTIVE, CHAIN, PLAIN, Target, fixed_name, methods
+from benchmarks.e2e.methods import Target, method_of
 from tests.e2e.adapters import RANK
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,11 +83,12 @@ def _bastion(
 
 
 def _paper(method: str) -> dict[str, Any]:
-    """A case of an engine as `benchmarks.paper` starts it on a GPU, with room for 512 rows."""
-    what = Target(str(TINY / "target"), str(TINY / "drafter"), 15)
-    engine = methods(what, cpu=False)[method].engine(
+    """A case of an engine as `benchmarks.e2e` starts it on a GPU, with room for 512 rows."""
+    what = Target(str(TINY / "target"), str(TINY / "drafter"))
+    words = method if method == "plain" else f"bastion {method} lookup=false"
+    engine = method_of(words, what).engine(
         what.target,
-        False,
+        cpu=False,
         max_num_seqs=1,
         max_model_len=512,
         max_num_batched_tokens=512,
@@ -145,10 +146,10 @@ CASES = (
     Case("lookup", "adaptive, lagged, lookup", _bastion(31, "adaptive")),
     Case("dflash2", "DFlash2, N = 16", _bastion(16, 16, model=TINY / "dflash2")),
     Case("dspark", "DSpark, lagged", _bastion(15, "adaptive", model=TINY / "dspark")),
-    Case("paper-plain", "paper's command: plain", **_paper(PLAIN)),
-    Case("paper-chain", "paper's command: chain", **_paper(CHAIN)),
-    Case("paper-fixed", "paper's command: N = 16", **_paper(fixed_name(16))),
-    Case("paper-adaptive", "paper's command: adaptive", **_paper(ADAPTIVE)),
+    Case("paper-plain", "paper's command: plain", **_paper("plain")),
+    Case("paper-chain", "paper's command: chain", **_paper("nodes=15 budget=15 top_k=1")),
+    Case("paper-fixed", "paper's command: N = 16", **_paper("nodes=16 budget=16")),
+    Case("paper-adaptive", "paper's command: adaptive", **_paper("nodes=255")),
     Case("plain-hybrid", "hybrid target, plain", **_HYBRID),
     Case("hybrid", "hybrid pair, N = 16", _bastion(16, 16), **_HYBRID),
     Case("plain-cached", "hybrid target, prefix cache, plain", **_CACHED),

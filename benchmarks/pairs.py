@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pairs of target and drafter that benchmarks name: tiny, hybrid, smollm2, and wide ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from benchmarks import TINY
+from benchmarks.prompts import DataError
+from vllm_bastion.envs import cache_dir
+
+REAL = "smollm2"  # the pair of a real chat model
+
+
+def pair_folder(name: str) -> Path:
+    """A pair of `benchmarks/tiny`, of `benchmarks.smollm2`, or of a shape of `benchmarks.widen`.
+
+    Raises DataError: there is no such pair.
+    """
+    if name == "tiny":
+        return TINY
+    if name == "hybrid":
+        return TINY / name
+    if name == REAL:
+        folder = cache_dir() / "pairs" / REAL
+        if not (folder / "target").is_dir() or not (folder / "drafter").is_dir():
+            raise DataError(f"the pair {REAL} is not there yet: python -m benchmarks.{REAL}")
+        return folder
+    from benchmarks.widen import SHAPES, pair_of
+
+    if name not in SHAPES:
+        raise DataError(f"no pair {name}: choose from tiny, hybrid, {REAL}, {', '.join(SHAPES)}")
+    return pair_of(name)
+
+
+def pair_dtype(name: str) -> str:
+    """The type that a pair runs in: the tiny one in float32, so that two runs emit the same.
+
+    vLLM's linear attention on a CPU takes bfloat16 only, so the hybrid pair cannot.
+    """
+    return "float32" if name == "tiny" else "bfloat16"
+
+
+def longer(name: str, pair: Path, positions: int) -> Path:
+    """The pair, or a copy with room for that many positions in its configs; weights are linked.
+
+    The folder is always the same one, because code that vLLM compiles is stored by it.
+    """
+    kinds = ("target", "drafter")
+    configs = {kind: json.loads((pair / kind / "config.json").read_text()) for kind in kinds}
+    if all(config["max_position_embeddings"] >= positions for config in configs.values()):
+        return pair
+    copy = cache_dir() / "long" / f"{name}-{positions}"
+    shutil.rmtree(copy, ignore_errors=True)
+    for kind, config in configs.items():
+        folder = copy / kind
+        folder.mkdir(parents=True)
+        for path in (pair / kind).iterdir():
+            if path.name != "config.json":
+                (folder / path.name).symlink_to(path.resolve())
+        most = max(config["max_position_embeddings"], positions)
+        (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": most}))
+    return copy

@@ -1,8 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""The command `python -m benchmarks.paper`."""
-
-# Engines' processes import this file, and those without the plugin must not import it.
-if __name__ == "__main__":
-    from benchmarks.paper.main import main
-
-    raise SystemExit(main())
