@@ -15,21 +15,24 @@ Knows no vLLM.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from enum import IntEnum
 from statistics import median
 
-# Steps of an arm whose median is its time; the first two samples are too few for one.
-_SAMPLES, _FEW = 9, 2
+# Steps of an arm whose mean is its time. Of fewer than eight the fastest counts: a burst of slow
+# steps may have hit all others, and an arm that looks too good is soon measured better.
+_SAMPLES, _FEW = 12, 8
 # Exploration may lose this share of the time, in trials of two steps at least 16 steps apart. The
 # second step of a trial is the first whose time belongs to its arm alone.
 _ALLOWANCE, _TRIAL, _APART = 1 / 128, 2, 16
+# The first trial of an arm after it was measured does not ask what it loses, after so many steps.
+_FREE, _WAIT = 1, 128
 # Weight of a request's tokens in y, and the most of one step's: y follows the last few dozen tokens.
 _WEIGHT, _MOST_WEIGHT = 0.06, 0.25
 # Steps with drafts from which y of an arm is trusted.
-_TRUSTED = 3
-# A time is at most this multiple of the arm's time so far: the process may have been stopped.
+_TRUSTED = 2
+# A time above this multiple of the median is an outlier: the process may have been stopped.
 _MOST_SLOWER = 2.0
 
 
@@ -67,10 +70,12 @@ class Gate:
         self._yields = {arm: _Yield() for arm in self.arms}
         self._times: dict[tuple[int, Arm], deque[float]] = {}
         self._sizes: set[int] = set()
-        self._allowance = 0.0
+        # Milliseconds that trials of each arm may lose: a cheap one must not use up another's.
+        self._allowance = dict.fromkeys(self.arms, 0.0)
         self._since = 0  # steps since the last trial
         self._trial: tuple[Arm, int] = (Arm.PLAIN, 0)  # and its steps that are left
-        self._tried = dict.fromkeys(self.arms, 0)  # number of the step that tried each arm last
+        # By arm: trials so far, and the number of the step that took it last.
+        self._trials, self._tried = Counter[Arm](), dict.fromkeys(self.arms, 0)
         self._steps = 0
 
     # ---- what steps showed ---------------------------------------------------------------
@@ -92,8 +97,10 @@ class Gate:
         size = size_class(num_reqs)
         self._sizes.add(size)
         times = self._times.setdefault((size, arm), deque(maxlen=_SAMPLES))
-        times.append(min(ms, _MOST_SLOWER * _typical(times)) if times else ms)
-        self._allowance += _ALLOWANCE * times[-1]
+        times.append(ms)
+        share = _ALLOWANCE / max(len(self.arms) - 1, 1)
+        for each in self.arms:
+            self._allowance[each] += share * _typical(times)
 
     def ms(self, arm: Arm, num_reqs: int) -> float | None:
         """Milliseconds of a step of `arm` with so many requests; None if they are unknown.
@@ -108,8 +115,10 @@ class Gate:
                 there = self._measured(other)
                 both = [a for a in there if a in own]
                 if arm in there and (both or not own):
-                    return there[arm] * (own[both[-1]] / there[both[-1]] if both else 1.0)
-            return None
+                    own[arm] = there[arm] * (own[both[-1]] / there[both[-1]] if both else 1.0)
+                    break
+            else:
+                return None
         return min(ms for a, ms in own.items() if a >= arm)
 
     def _measured(self, size: int) -> dict[Arm, float]:
@@ -171,19 +180,21 @@ class Gate:
         others = sorted(set(self.arms) - {self.arm}, key=self._tried.__getitem__)
         for arm in others:
             if self.ms(arm, num_reqs) is None and self._since > _TRIAL + 1:
-                return self._begin_trial(arm, _TRIAL + 1, 0.0)
+                return self._begin_trial(arm, _TRIAL + 1)
         rate = self._rate(self.arm, num_reqs)
         if self._since < _APART or rate is None:
             return None
         for arm in others:
             ms = self.ms(arm, num_reqs)
             lost = 0.0 if ms is None else _TRIAL * (ms - self.tokens(arm) / rate)
-            if lost <= self._allowance:
-                return self._begin_trial(arm, _TRIAL, max(lost, 0.0))
+            early = self._trials[arm] < _FREE and self._steps - self._tried[arm] >= _WAIT
+            if early or lost <= self._allowance[arm]:
+                self._trials[arm] += 1
+                self._allowance[arm] = max(self._allowance[arm] - max(lost, 0.0), 0.0)
+                return self._begin_trial(arm, _TRIAL)
         return None
 
-    def _begin_trial(self, arm: Arm, steps: int, lost: float) -> Arm:
-        self._allowance -= lost
+    def _begin_trial(self, arm: Arm, steps: int) -> Arm:
         self._since, self._trial, self.reason = -steps, (arm, steps - 1), "exploration"
         return arm
 
@@ -194,4 +205,9 @@ def size_class(num_reqs: int) -> int:
 
 
 def _typical(times: Sequence[float]) -> float:
-    return median(times) if len(times) > _FEW else min(times)
+    """Their mean without outliers; of a few, the smallest."""
+    if len(times) < _FEW:
+        return min(times)
+    most = _MOST_SLOWER * median(times)
+    kept = [ms for ms in times if ms <= most]
+    return sum(kept) / len(kept)
