@@ -222,19 +222,17 @@ def _plan(scheduler: Any, state: SchedulerState, spec_config: BastionSpeculative
     gate, verified, reason = state.gate, state.arm, state.reason
     reqs = len(scheduler.running) + len(scheduler.waiting)
     reqs = max(min(reqs, scheduler.max_num_running_reqs), 1)
-    arm, num_drafts = Arm.PLAIN, 0
+    arm, num_drafts = Arm.PLAIN, _most_drafts(scheduler, spec_config, reqs)
     room = scheduler.max_num_scheduled_tokens - reqs
     prompts_wait = room <= 0 or _prompt_tokens(scheduler, room) >= room
     if prompts_wait:
         state.reason = "prompts wait"
     elif not _wants_drafts(scheduler, spec_config):
         state.reason = "no request can use drafts"
+    elif num_drafts == 0:
+        state.reason = "no room for drafts"
     else:
-        arm = gate.choose(reqs)
-        state.reason = gate.reason
-        num_drafts = _most_drafts(scheduler, spec_config, reqs)
-    if num_drafts == 0:
-        arm = Arm.PLAIN
+        arm, state.reason = gate.choose(reqs), gate.reason
     state.arm, state.num_drafts = arm, 0 if arm == Arm.PLAIN else num_drafts
     return StepPlan(
         arm=arm,
