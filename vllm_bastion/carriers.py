@@ -13,9 +13,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from vllm_bastion.step_times import StepTimes
+from vllm_bastion.scheduler.gate import Arm, Gate
 from vllm_bastion.telemetry.collector import Collector
-from vllm_bastion.telemetry.record import StepRecord
 
 _ATTRIBUTE = "bastion"
 _ANYTHING = -1  # a word of a bitmask row that allows every token
@@ -71,10 +70,18 @@ class StepPlan(Carrier):
     grammar_columns: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
     """Request id -> columns of its tree to verify, ascending, and their parents' new node numbers.
     Only requests whose tree a grammar has pruned."""
-    backlog: bool = False
-    """Whether prompts can fill the step after this one, so that it has no room for drafts."""
-    times: Sequence[StepTimes] = ()
-    """Times of earlier steps, for all ranks to learn from; see `StepReport.times`."""
+    arm: Arm = Arm.TREE
+    """What the step ends with."""
+    verified: Arm = Arm.TREE
+    """What the step before ends with: the arm of the drafts that it verifies."""
+    reason: str = ""
+    """Why that arm was chosen: a label of metrics."""
+    step_ms: float | None = None
+    """The gate's time of a step that verifies that arm with so many requests."""
+    ngram_tokens: float | None = None
+    """Tokens per request from which n-gram drafts alone are as fast as trees."""
+    prompts_wait: bool = False
+    """Whether nothing is drafted because prompts fill the next step."""
 
 
 @dataclass
@@ -82,23 +89,41 @@ class StepReport(Carrier):
     """On a ModelRunnerOutput, from a worker to the scheduler."""
 
     num_verified: dict[str, int]
-    """Request id -> nodes verified in the step, root not counted."""
-    drafting: bool = True
-    """Whether the step that is scheduled next can use placeholders."""
-    step: StepRecord | None = None
-    """What the worker recorded about the step."""
-    times: Sequence[StepTimes] = ()
-    """Times of completed steps, where several ranks must learn from the same times."""
+    """Request id -> nodes verified in the step, bonus token not counted."""
+    verified: Arm = Arm.TREE
+    """The arm of these nodes: a CPU may take a simpler one than was planned."""
+    expected: float = 0.0
+    """Accepted draft tokens expected of these nodes, the sum of their path scores."""
+    sources: Sequence[int] = ()
+    """Nodes verified, then draft tokens accepted, by source; see `telemetry.record.SOURCES`."""
+
+
+@dataclass
+class LastStep:
+    """What the gate compares a step's output with: that of the step before."""
+
+    time: float = 0.0
+    """When its output arrived, in seconds of a monotonic clock."""
+    arm: Arm | None = None
+    """What it ended with; None if prompts were in it."""
+    ms: float = 0.0
+    """What the gate took as its time; 0 if it took none."""
 
 
 @dataclass
 class SchedulerState(Carrier):
     """On a Scheduler."""
 
-    drafting: bool = True
-    """As the last StepReport said."""
-    times: list[StepTimes] = field(default_factory=list)
-    """From the last StepReports, on their way to all ranks."""
+    gate: Gate
+    """Decides what steps end with."""
+    num_drafts: int = 0
+    """K, the placeholders of each request in the step that is scheduled next."""
+    arm: Arm = Arm.PLAIN
+    """What the step that was scheduled last ends with."""
+    reason: str = ""
+    """Why: a label of metrics."""
+    last: LastStep = field(default_factory=lambda: LastStep())
+    """The step whose output has arrived last."""
     blocked_at: int | None = None
     """Number of running requests at which the waiting ones did not fit into the KV cache."""
     blocked_for: int = 0
@@ -115,8 +140,6 @@ class SchedulerState(Carrier):
 class RequestState(Carrier):
     """On a Request, in the engine core."""
 
-    wanted_placeholders: int | None = None
-    """Placeholders that the request can use; None before its first tree was verified."""
     grammar_tree: GrammarTree | None = None
     """Its latest drafts, if it has a grammar."""
     trees: int = 0

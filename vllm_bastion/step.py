@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a step: what it verifies, and whether it ends with a draft.
+"""The record of a step: what it verifies, and what it ends with.
 
 `engine.planning` makes one for each batch, before the target's forward pass. The target's layers,
-the drafter and the manager read it. It is immutable; where the host sees the sampled tokens, the
-drafter replaces it by one with a shorter draft, or none, if replies end or copies pay more.
+the drafter and the budget read it. It is immutable; where the host sees the sampled tokens, the
+drafter replaces it by one with a simpler arm if replies end or n-gram drafts are good enough.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_bastion.scheduler.gate import Arm
 
 
 def _none() -> np.ndarray:
@@ -23,32 +25,26 @@ class Step:
     """One step with R requests."""
 
     batch: InputBatch | None = None
-    # [R] most nodes of each request on the device, and its rows that are not nodes: its root, or
-    # the tokens of its prompt.
+    # [R] most nodes of each request on the device, and its rows that are not nodes: its bonus
+    # token, or the tokens of its prompt.
     nodes: np.ndarray = field(default_factory=_none)
     base_rows: np.ndarray = field(default_factory=_none)
-    # Mean cached tokens of its requests.
-    context_len: float = 0.0
     # Whether kernels look for nodes, and whether the attention reads the mask.
-    binds: bool = True
+    needs_slot_mapping: bool = True
     masked: bool = False
-    # Whether an acceptance walk follows.
-    walks: bool = False
-    # Whether it ends with trees of copies alone; with `drafts`, only if these turn out to pay more.
-    looks_up: bool = False
-    # Whether it ends with a draft, and how many positions at the end of each block are left out.
-    drafts: bool = True
-    spared: int = 0
-    # Most tokens of a copy that its replies can still use; None where the host does not know.
+    # Whether drafts are verified.
+    verifies: bool = False
+    # What it ends with.
+    arm: Arm = Arm.TREE
+    # Most draft tokens that its replies can still use; None where the host does not know.
     longest_copy: int | None = None
-    # Whether the controller decided against a draft.
-    refused: bool = False
-    # Whether steps that are scheduled from now on get placeholders.
-    announces: bool = True
-    # Whether the draft that they get is a trial.
-    is_trial: bool = False
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it ends with a pass of the drafter."""
+        return self.arm == Arm.TREE
 
     @property
     def grows(self) -> bool:
         """Whether it ends with trees."""
-        return self.drafts or self.looks_up
+        return self.arm != Arm.PLAIN

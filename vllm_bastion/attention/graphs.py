@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
@@ -20,6 +21,9 @@ class BastionCudaGraphManager(ModelCudaGraphManager):
     vLLM's, as with plain decoding. vLLM's dispatch finds them by their longest request, and under
     data parallelism only where no rank verifies a tree.
     """
+
+    # Whether steps of trees are timed before the first request.
+    profiles = False
 
     def _init_candidates(self) -> None:
         super()._init_candidates()
@@ -40,3 +44,9 @@ class BastionCudaGraphManager(ModelCudaGraphManager):
             if mixed and desc.num_tokens <= self.max_num_reqs:
                 yield replace(desc, max_query_len=PLAIN_QUERY_LEN)
             yield desc
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> BatchExecutionDescriptor:
+        """While steps are timed, the graphs of trees: a dummy request has a single row."""
+        if self.profiles:
+            kwargs["max_query_len"] = self.decode_query_len
+        return super().dispatch(*args, **kwargs)

@@ -3,9 +3,26 @@
 
 from __future__ import annotations
 
+import time
+
 from vllm.v1.worker.gpu.async_utils import StepTimingCollector, StepTimingEvents
 
-from vllm_bastion.policy.cost.timing import HostMark
+
+class HostMark:
+    """A point on the host's clock with the interface of a CUDA timing event."""
+
+    def __init__(self) -> None:
+        self._time = 0.0
+
+    def record(self) -> None:
+        self._time = time.perf_counter()
+
+    def synchronize(self) -> None:
+        return None
+
+    def elapsed_time(self, end: HostMark) -> float:
+        """Milliseconds from this mark to `end`."""
+        return (end._time - self._time) * 1e3
 
 
 class HostStepTimingCollector(StepTimingCollector):

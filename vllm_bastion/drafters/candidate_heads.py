@@ -9,7 +9,6 @@ softmax over a row gives each child's probability given its parent.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
 from vllm.v1.worker.gpu.spec_decode.lilicorr.speculator import LiLiCorrSpeculator
 
@@ -25,19 +24,13 @@ class BastionDFlash2(BastionSpeculator, DFlash2Speculator):
     def _grow_trees(self, hidden_states: torch.Tensor, num_reqs: int) -> None:
         rank = self.model.compute_candidates
         candidates, logits = by_parts(rank, hidden_states, num_reqs)
-        depth = self.num_speculative_steps - self.runtime.step.spared
-        # vLLM compiles the head for whole blocks.
-        candidates, logits, block = (
-            F.pad(part.view(num_reqs, depth, -1), (0, 0, 0, self.runtime.step.spared))
-            for part in (candidates, logits, hidden_states)
-        )
-        scores = self._score_candidates(candidates, logits, block)
-        longest = self.runtime.step.longest_copy
-        self.trees.grow_transitions(candidates[:, :depth], scores[:, :depth], longest)
+        block = num_reqs, self.num_speculative_steps, -1
+        candidates = candidates.view(block)
+        scores = self._score_candidates(candidates, logits.view(block), hidden_states.view(block))
+        self.trees.grow_transitions(candidates, scores, self.runtime.step.longest_copy)
 
 
 class BastionLiLiCorr(BastionDFlash2, LiLiCorrSpeculator):
     """LiLiCorr's attention over the lattice of candidates."""
 
     _speculator_name = "BASTION"
-    may_stop_early = False  # the lattice is a whole block

@@ -51,8 +51,6 @@ class BastionSpeculator(DFlashSpeculator):
     # Whether a request keeps its drafter blocks while rows wait to be stored, one of each step or
     # several; false before `set_attn`.
     _may_defer = _may_defer_several = False
-    # Whether this kind of drafter can grow trees from the first positions of a block.
-    may_stop_early = True
 
     def __init__(
         self,
@@ -214,10 +212,7 @@ class BastionSpeculator(DFlashSpeculator):
 
     def _of_block(self, hidden_states: torch.Tensor, num_reqs: int) -> torch.Tensor:
         """The rows that trees are grown from: one for each predicted position."""
-        rows = self.sample_indices[: num_reqs * self.num_speculative_steps]
-        if spared := self.runtime.step.spared:
-            rows = rows.view(num_reqs, -1)[:, :-spared].flatten()
-        return hidden_states[rows]
+        return hidden_states[self.sample_indices[: num_reqs * self.num_speculative_steps]]
 
     def _grow_trees(self, hidden_states: torch.Tensor, num_reqs: int) -> None:
         """Build the trees of a batch from the hidden states of `_of_block`.
@@ -274,17 +269,15 @@ class BastionSpeculator(DFlashSpeculator):
             manager = runtime.manager
             if runtime.step.grows or manager is None or manager.has_trees:
                 self.trees.bind_rows(input_batch.idx_mapping, num_sampled)
-            looked = runtime.step.looks_up
-            step = runtime.step = decide_again(runtime, input_batch, num_sampled)
+            step = runtime.step = decide_again(runtime, input_batch, num_sampled, self._req_states)
             if not step.drafts:
                 self._keep(step, input_batch, slot_mappings, hidden, num_sampled, num_rejected)
-                if step.looks_up:
+                if step.grows:
                     self.trees.grow_copies(num_reqs, step.longest_copy)
-                self._step_done(step, looked)
                 return tokens
             if runtime.deferred is not None:
                 runtime.deferred.flush()
-            if step.walks and not self.trees.chains:
+            if step.verifies and not self.trees.chains:
                 input_batch, hidden, num_rejected = self._accepted_context(
                     step, input_batch, hidden, num_sampled, num_rejected
                 )
@@ -305,13 +298,7 @@ class BastionSpeculator(DFlashSpeculator):
             num_speculative_tokens=num_speculative_tokens,
             **kwargs,
         )
-        if not dummy_run:
-            self._step_done(runtime.step, looked)
         return tokens
-
-    def _step_done(self, step: Step, looked: bool) -> None:
-        if self.runtime.timer is not None:
-            self.runtime.timer.step_done(step.drafts, step.spared, looked)
 
     # ---- steps that draft nothing -------------------------------------------------------
 
@@ -329,7 +316,7 @@ class BastionSpeculator(DFlashSpeculator):
         hidden: the target's hidden states that the drafter reads, [T, H] each.
         """
         slots = [slot_mappings[layer] for layer in self._context_layers]
-        in_place = step.walks and not self.trees.chains
+        in_place = step.verifies and not self.trees.chains
         count, waiting = batch.num_tokens, self._deferred()
         if in_place:
             count = int(self._context_lens(step).sum())
@@ -344,7 +331,7 @@ class BastionSpeculator(DFlashSpeculator):
                 step, batch, hidden, num_sampled, num_rejected, first, slots, into
             )
             positions, slots = batch.positions, into
-        elif step.walks:
+        elif step.verifies:
             positions, slots = self._accepted_chains(batch, slots, num_rejected)
         if waiting is None:
             self._store(hidden, positions, slots, count)
@@ -355,13 +342,13 @@ class BastionSpeculator(DFlashSpeculator):
     def _may_wait(self, step: Step, batch: InputBatch) -> bool:
         """Whether the rows of a step without a draft may be stored later, if there is room.
 
-        A prompt's rows wait only if the controller refused to draft at its end: otherwise the next
-        chunk or prompt would fill the buffer in the next step.
+        A prompt's rows wait only if the gate does not draft at its end: otherwise the next chunk or
+        prompt would fill the buffer in the next step.
         """
         if batch.num_tokens == batch.num_reqs:
             return True
-        prompts_wait = step.refused or not batch.has_prefill
-        return self._may_defer_several and prompts_wait
+        gated_off = not self.runtime.plan.prompts_wait or not batch.has_prefill
+        return self._may_defer_several and gated_off
 
     def _accepted_chains(
         self, batch: InputBatch, slots: list[torch.Tensor], num_rejected: torch.Tensor

@@ -37,7 +37,7 @@ class BastionDSpark(BastionSpeculator, DSparkSpeculator):
         return cast(nn.Module, model)
 
     def _grow_trees(self, hidden_states: torch.Tensor, num_reqs: int) -> None:
-        model, depth = self.model, self.num_speculative_steps - self.runtime.step.spared
+        model, depth = self.model, self.num_speculative_steps
         count = candidates_of(self.draft_model_config.hf_config)
         assert count is not None
 

@@ -290,7 +290,7 @@ class GatedDeltaModelState(BastionModelState, _OneState):
         if batch is None or not has_rows:
             return
         assert self._states is not None
-        path = self.trees.path if self.runtime.step.walks else None
+        path = self.trees.path if self.runtime.step.verifies else None
         self._states.commit(batch.num_reqs, batch.cu_num_logits, path)
 
 

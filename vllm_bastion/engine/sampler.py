@@ -32,7 +32,6 @@ from vllm_bastion.config import BastionSpeculativeConfig, is_lagged
 from vllm_bastion.engine.logprobs import PathLogprobs
 from vllm_bastion.engine.processors import follow_ancestors, has_unknown
 from vllm_bastion.engine.runtime import Runtime
-from vllm_bastion.engine.seen import keep_tree
 from vllm_bastion.platform import current_host
 
 
@@ -71,8 +70,6 @@ class TreeRejectionSampler(RejectionSampler):
         without a grammar row, which must not be followed. Returns tokens
         [R, a tree's depth + 1].
         """
-        if self.runtime.timer is not None:
-            self.runtime.timer.logits_ready()
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
         node_ids = input_batch.input_ids[input_batch.logits_indices]
         followed_ids = node_ids
@@ -99,7 +96,7 @@ class TreeRejectionSampler(RejectionSampler):
             self.sampler.req_states.prefill_len.gpu,
         )
         copies = self.trees.copies
-        if copies is not None and self.runtime.recorder is not None:
+        if copies is not None and self.runtime.records:
             # Queued before the output's own copy, so it has arrived when the output has.
             self.runtime.sources = async_copy_to_np(
                 copies.count_sources(
@@ -108,9 +105,6 @@ class TreeRejectionSampler(RejectionSampler):
                     self.trees.path[: input_batch.num_reqs],
                 )
             )
-        seen = self.runtime.seen
-        if seen is not None and seen.wanted():
-            keep_tree(seen, self.trees, input_batch, node_ids, sampled, num_sampled)
         return SamplerOutput(
             sampled_token_ids=sampled,
             logprobs_tensors=self._logprobs.tensors(),

@@ -57,8 +57,6 @@ class BastionModelState(DefaultModelState):
         self.trees.set_node_limit(req_index, nodes)
         if self.trees.copies is not None:
             self.trees.copies.restart(req_index)
-        if nodes == 0 and self.runtime.controller is not None:
-            self.runtime.controller.gains.exclude(req_index)
 
     # ---- the target's forward -----------------------------------------------------------
 
@@ -67,15 +65,8 @@ class BastionModelState(DefaultModelState):
     ) -> dict[str, torch.Tensor | None]:
         inputs = super().prepare_inputs(input_batch, req_states)
         step = self.runtime.step
-        if step.binds:
+        if step.needs_slot_mapping:
             self._move_to_depths(inputs, input_batch)
-        timer = self.runtime.timer
-        if timer is not None:
-            # The last host code before the forward pass.
-            if input_batch.has_prefill:
-                timer.interrupted()
-            else:
-                timer.forward_start(input_batch.num_tokens, input_batch.num_reqs, step.context_len)
         return inputs
 
     def _move_to_depths(
@@ -122,14 +113,14 @@ class BastionModelState(DefaultModelState):
             for_capture,
             **kwargs,
         )
-        if self.runtime.timed_spares is not None:
+        if self.runtime.profiles:
             self._fill_rows(input_batch)
         for_trees = for_capture and input_batch.max_query_len != PLAIN_QUERY_LEN
         step = make_step(
             self.runtime, input_batch, always_binds=self._always_binds, for_trees=for_trees
         )
         self.runtime.step = step
-        if step.binds:
+        if step.needs_slot_mapping:
             has_trees = not self.trees.chains and step.nodes.any()
             tails = input_batch.cu_num_logits if has_trees else None
             self.trees.begin_step(input_batch.idx_mapping, tails)
@@ -158,7 +149,7 @@ class BastionModelState(DefaultModelState):
         """A timed step's tokens, for a target that takes embeddings."""
         embeddings = super().dummy_inputs_embeds(num_tokens)
         batch = self.runtime.step.batch
-        if self.runtime.timed_spares is not None and batch is not None:
+        if self.runtime.profiles and batch is not None:
             embeddings.copy_(self.model.embed_input_ids(batch.input_ids))
         return embeddings
 
@@ -229,7 +220,7 @@ class BastionModelState(DefaultModelState):
         """Move accepted rows: after sampling, before ``propose`` overwrites the slot mappings."""
         super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)
         batch = self.runtime.step.batch
-        if not self.runtime.step.walks or self.trees.chains or batch is None:
+        if not self.runtime.step.verifies or self.trees.chains or batch is None:
             return  # an accepted chain is in place
         assert self._block_tables is not None
         self._bound_compactor().compact(

@@ -98,7 +98,7 @@ RUNNER_HOOKS: tuple[Hook, ...] = (
             "additional_attn_cg_support=, copy_admitted_drafts_to_host=)"
         ),
         why="vLLM's manager ranks positions of a chain by confidence",
-        what="builds BastionVerificationManager, which trims to N* exactly",
+        what="builds TreeBudgetManager, which ranks the nodes of trees",
         upstream="a seam for other managers",
         when=BASTION_WORKER,
     ),
@@ -316,25 +316,24 @@ def init_model_state(
 
 
 def create_manager(original: Callable[..., Any], **kwargs: Any) -> Any:
-    """BastionVerificationManager."""
+    """TreeBudgetManager."""
     from vllm_bastion.engine.runtime import runtime_of
 
     vllm_config = kwargs["vllm_config"]
     config = bastion_config(vllm_config)
     if config is None:
         return original(**kwargs)
-    from vllm_bastion.engine.lagged import LaggedVerificationManager
+    from vllm_bastion.engine.budget import TreeBudgetManager
     from vllm_bastion.engine.limits import max_verified_rows
-    from vllm_bastion.engine.verification import BastionVerificationManager
 
     runtime = runtime_of(vllm_config)
-    manager = LaggedVerificationManager if is_lagged(config) else BastionVerificationManager
-    runtime.manager = manager(
+    runtime.manager = TreeBudgetManager(
         runtime,
         kwargs["req_states"],
         kwargs["query_start_loc"],
         kwargs["num_bonus_tokens"],
         min(kwargs["max_total_logits"], max_verified_rows(vllm_config)),
+        lagged=is_lagged(config),
     )
     return runtime.manager
 
@@ -389,8 +388,6 @@ def execute_model(
     runtime = runtime_of(self.vllm_config)
     runtime.scheduled = None if kwargs.get("dummy_run") else scheduler_output
     try:
-        if runtime.plan.times and runtime.controller is not None:
-            runtime.controller.observe(runtime.plan.times)
         if scheduler_output.kv_cache_block_copies and runtime.deferred is not None:
             runtime.deferred.flush()
         drafts = scheduler_output.scheduled_spec_decode_tokens

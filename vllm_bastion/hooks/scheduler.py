@@ -1,33 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks in the engine core: what is scheduled, and what is counted.
 
-vLLM schedules N placeholders for every request. The worker verifies fewer nodes, and reports how
-many with the step's output. Placeholders count against the step's token limit: with N for each of
-many requests, some requests and all prompts would have to wait. So requests share the tokens that
-roots and prompts leave, and get none while nothing is drafted. While prompts can fill the next
-step, the worker is told not to draft. Grammars are in `hooks.grammar`.
+vLLM schedules K placeholders for every request, `num_spec_tokens_to_schedule`, and hands K to the
+drafter. The gate decides whether a step drafts and how (`scheduler.gate`); here K becomes 0, or
+what the step, the graphs and the KV cache have room for. The worker verifies at most K nodes of a
+request, and reports how many with the step's output. Grammars are in `hooks.grammar`.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import chain, islice
+from time import perf_counter
 from typing import Any
 
-import numpy as np
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_bastion.carriers import (
-    GrammarLimits,
-    RequestState,
-    SchedulerState,
-    StepPlan,
-    StepReport,
-)
+from vllm_bastion import envs
+from vllm_bastion.carriers import GrammarLimits, LastStep, SchedulerState, StepPlan, StepReport
 from vllm_bastion.config import (
     BastionSpeculativeConfig,
     bastion_config,
@@ -36,9 +29,8 @@ from vllm_bastion.config import (
     request_budget,
 )
 from vllm_bastion.hooks.grammar import attach_plan
-from vllm_bastion.hooks.sessions import send_endings
 from vllm_bastion.hooks.telemetry import collect
-from vllm_bastion.hooks.tracing import count_for_span
+from vllm_bastion.scheduler.gate import Arm, Gate
 
 # Requests that wait for something other than tokens and the KV cache.
 _UNREADY = (
@@ -94,40 +86,44 @@ def update_from_output(
     """Turn nodes scheduled but not verified into vLLM's `num_invalid_spec_tokens`.
 
     vLLM subtracts these from the draft tokens it counts, for the engine and for the request. The
-    number of verified nodes also determines the placeholders of the next steps.
+    gate learns what the step took and emitted.
     """
-    from vllm_bastion.policy.shares import next_wanted
-
     spec_config = bastion_config(self.vllm_config)
     report = StepReport.find(model_runner_output)
-    if spec_config is not None and scheduler_output.scheduled_spec_decode_tokens:
+    if spec_config is None or not scheduler_output.num_scheduled_tokens:
+        return original(self, scheduler_output, model_runner_output)
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    if drafts:
         report = StepReport.of(model_runner_output)
-    longest = 0
-    if spec_config is not None and report is not None:
         verified = report.num_verified
-        state = SchedulerState.ensure(self)
-        state.drafting = report.drafting
-        state.times += report.times
-        for request_id in scheduler_output.scheduled_spec_decode_tokens:
-            request = self.requests.get(request_id)
-            if request is not None:
-                longest = max(longest, request.num_tokens)
-                nodes = verified.get(request_id, 0)
-                count_for_span(self, request, nodes, model_runner_output)
-                wanted = next_wanted(nodes, spec_config.bastion_gamma)
-                RequestState.ensure(request).wanted_placeholders = wanted
         # Nodes that a grammar rejected before verification are already counted.
         invalid = scheduler_output.num_invalid_spec_tokens or {}
         scheduler_output.num_invalid_spec_tokens = {
             request_id: max(len(tokens) - verified.get(request_id, 0), invalid.get(request_id, 0))
-            for request_id, tokens in scheduler_output.scheduled_spec_decode_tokens.items()
+            for request_id, tokens in drafts.items()
         }
+    state, now = SchedulerState.of(self), perf_counter()
+    if report is not None:
+        _observe(state, scheduler_output, model_runner_output, now)
     outputs = original(self, scheduler_output, model_runner_output)
-    if spec_config is not None:
-        send_endings(self, outputs)
-    if spec_config is not None and report is not None and report.step is not None:
-        collect(self, state, report.step, longest, outputs)
+    if report is not None and envs.telemetry():
+        collect(self, state, scheduler_output, report, outputs)
     return outputs
+
+
+def _observe(state: SchedulerState, scheduled: Any, output: Any, now: float) -> None:
+    """Let the gate observe a step whose output has arrived at `now`."""
+    plan, last = StepPlan.of(scheduled), state.last
+    reqs = len(scheduled.num_scheduled_tokens)
+    nodes = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
+    if scheduled.total_num_scheduled_tokens != reqs + nodes:  # prompts
+        state.last = LastStep(now, None)
+        return
+    tokens = sum(map(len, output.sampled_token_ids))
+    clean = last.arm == plan.arm == plan.verified
+    ms = (now - last.time) * 1e3 if clean else 0.0
+    state.gate.observe(plan.verified, reqs, tokens, ms)
+    state.last = LastStep(now, plan.arm, ms)
 
 
 def update_request_with_output(
@@ -168,18 +164,22 @@ def structured_output_init(original: Callable[..., Any], self: Any, vllm_config:
 
 
 def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Give every request its share of placeholders; vLLM gives each of them N."""
+    """Let the gate decide what the step ends with: K placeholders for each request's next step.
+
+    K is vLLM's `dynamic_sd_lookup` of any number of requests. With such a list vLLM also neither
+    pads a new request to 1 + N rows nor lets it wait until there is room for them.
+    """
     spec_config = bastion_config(self.vllm_config)
     if spec_config is None:
         return original(self, *args, **kwargs)
-    if self.dynamic_sd_lookup is None:
-        # The list always says N. With it, vLLM neither pads a new request to 1 + N rows nor lets
-        # it wait until there is room for them.
-        self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
-    state = SchedulerState.ensure(self)
-    _share_out(self, spec_config)
-    _leave_blocks(self)
+    state = SchedulerState.find(self)
+    if state is None:
+        state = SchedulerState(Gate(_arms(self, spec_config)))
+        state.attach(self)
+    _cut_placeholders(self, state, spec_config)
     waited = any(request.status not in _UNREADY for request in _waiting(self))
+    plan = _plan(self, state, spec_config)
+    self.dynamic_sd_lookup = Always(state.num_drafts)
     output = original(self, *args, **kwargs)
     tokens_left = output.total_num_scheduled_tokens < self.max_num_scheduled_tokens
     state.blocked_for -= 1
@@ -189,11 +189,91 @@ def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any)
         # The requests most likely wait for the KV cache, until another one leaves. With a longer
         # interval vLLM holds them back in most steps.
         state.blocked_at, state.blocked_for = len(self.running), _BLOCKED_FOR
-    room = self.max_num_scheduled_tokens - len(self.running)
-    backlog = room <= 0 or _prompt_tokens(self, room) >= room
-    times, state.times = state.times, []
-    attach_plan(self, output, StepPlan(backlog=backlog, times=times))
+    attach_plan(self, output, plan)
     return output
+
+
+class Always(list[int]):
+    """vLLM's table of drafts by number of requests, with one value for all of them."""
+
+    def __init__(self, num_drafts: int) -> None:
+        super().__init__((num_drafts,))
+
+    def __getitem__(self, num_reqs: Any) -> Any:
+        return super().__getitem__(0)
+
+
+def _arms(scheduler: Any, spec_config: BastionSpeculativeConfig) -> tuple[Arm, ...]:
+    """What the engine's steps may end with."""
+    parallel = scheduler.vllm_config.parallel_config
+    experts = scheduler.vllm_config.model_config.is_moe
+    if spec_config.bastion_budget == 0:
+        return (Arm.PLAIN,)
+    if spec_config.bastion_budget != "adaptive" or (parallel.data_parallel_size > 1 and experts):
+        # Data-parallel ranks of experts step together, and each has a scheduler of its own. vLLM
+        # switches dynamic drafting off there, too.
+        return (Arm.TREE,)
+    ngram = (Arm.NGRAM,) if spec_config.bastion_lookup else ()
+    return (Arm.PLAIN, *ngram, Arm.TREE)
+
+
+def _plan(scheduler: Any, state: SchedulerState, spec_config: BastionSpeculativeConfig) -> StepPlan:
+    """Decide what the step that is being scheduled ends with, and K."""
+    gate, verified, reason = state.gate, state.arm, state.reason
+    reqs = len(scheduler.running) + len(scheduler.waiting)
+    reqs = max(min(reqs, scheduler.max_num_running_reqs), 1)
+    arm, num_drafts = Arm.PLAIN, _most_drafts(scheduler, spec_config, reqs)
+    room = scheduler.max_num_scheduled_tokens - reqs
+    prompts_wait = room <= 0 or _prompt_tokens(scheduler, room) >= room
+    if prompts_wait:
+        state.reason = "prompts wait"
+    elif not _wants_drafts(scheduler, spec_config):
+        state.reason = "no request can use drafts"
+    elif num_drafts == 0:
+        state.reason = "no room for drafts"
+    else:
+        arm, state.reason = gate.choose(reqs), gate.reason
+    state.arm, state.num_drafts = arm, 0 if arm == Arm.PLAIN else num_drafts
+    return StepPlan(
+        arm=arm,
+        verified=verified,
+        reason=reason,
+        step_ms=gate.ms(verified, reqs),
+        ngram_tokens=gate.ngram_tokens(reqs),
+        prompts_wait=prompts_wait,
+    )
+
+
+def _wants_drafts(scheduler: Any, spec_config: BastionSpeculativeConfig) -> bool:
+    """Whether a request may have nodes in the next step and emit more than one token there."""
+    most = spec_config.num_speculative_tokens
+    # Without running requests the first prompts are scheduled now.
+    return not scheduler.running or any(
+        request_budget(request.sampling_params, most) > 0
+        and request.max_tokens - request.num_output_tokens > 2
+        for request in scheduler.running
+    )
+
+
+def _most_drafts(scheduler: Any, spec_config: BastionSpeculativeConfig, reqs: int) -> int:
+    """K: as many nodes of each request as a step, the largest graph and the KV cache have room for.
+
+    A step beyond the largest graph takes several times as long on an H100. Placeholders for which
+    there are no blocks would preempt a request.
+    """
+    most = spec_config.num_speculative_tokens
+    if spec_config.bastion_budget != "adaptive":
+        most = min(most, max(int(spec_config.bastion_budget), 1))
+    compilation = scheduler.vllm_config.compilation_config
+    rows = scheduler.max_num_scheduled_tokens
+    if compilation.cudagraph_mode.has_full_cudagraphs():
+        rows = min(rows, compilation.max_cudagraph_capture_size or rows)
+    most = min(most, rows // reqs - 1)
+    manager = scheduler.kv_cache_manager
+    groups = manager.coordinator.single_type_managers
+    free = manager.block_pool.get_num_free_blocks() // max(len(groups), 1)
+    slots = min((group.block_size for group in groups), default=1) * free // reqs
+    return max(min(most, slots - scheduler.num_lookahead_tokens), 0)
 
 
 @cache
@@ -204,39 +284,25 @@ def _runs_ahead(kind: type) -> bool:
     return issubclass(kind, AsyncScheduler)
 
 
-def _share_out(scheduler: Any, spec_config: BastionSpeculativeConfig) -> None:
-    """Cut the placeholders of the running requests, `spec_token_ids`, to their shares."""
-    from vllm_bastion.policy.shares import share_placeholders
-
-    runs_ahead = _runs_ahead(scheduler.__class__)
-    decodes = [request for request in scheduler.running if request.spec_token_ids]
-    if not SchedulerState.ensure(scheduler).drafting:
-        for request in decodes:
-            request.spec_token_ids = []
-        return
-    max_drafts = spec_config.num_speculative_tokens
-    if spec_config.bastion_budget != "adaptive":
-        max_drafts = min(max_drafts, max(spec_config.bastion_budget, 1))
-    max_with_grammar = min(max_drafts, spec_config.max_grammar_tokens)
-    limits = np.array(
-        [
-            min(
-                len(r.spec_token_ids),
-                max_with_grammar if r.use_structured_output else max_drafts,
-                request_budget(r.sampling_params, max_drafts),
-                _most_near_the_end(r, scheduler.max_model_len) if runs_ahead else max_drafts,
-            )
-            for r in decodes
-        ],
-        dtype=np.int32,
-    )
-    wanted = np.array([_wanted(request, max_drafts) for request in decodes], dtype=np.int32)
-    tokens = scheduler.max_num_scheduled_tokens - len(decodes)
-    shares = share_placeholders(tokens, wanted, limits, _prompt_tokens(scheduler, tokens))
-    for request, share in zip(decodes, shares.tolist(), strict=True):
-        if share < len(request.spec_token_ids):
+def _cut_placeholders(
+    scheduler: Any, state: SchedulerState, spec_config: BastionSpeculativeConfig
+) -> None:
+    """Cut each running request's placeholders, `spec_token_ids`, to what it can use."""
+    most, runs_ahead = state.num_drafts, _runs_ahead(scheduler.__class__)
+    if most and scheduler.running:
+        most = min(most, _most_drafts(scheduler, spec_config, len(scheduler.running)))
+    for request in scheduler.running:
+        count = len(request.spec_token_ids)
+        if not count:
+            continue
+        limit = min(count, most, request_budget(request.sampling_params, most))
+        if request.use_structured_output:
+            limit = min(limit, spec_config.max_grammar_tokens)
+        if runs_ahead:
+            limit = min(limit, _most_near_the_end(request, scheduler.max_model_len))
+        if limit < count:
             # Make a new list: with async scheduling all requests share one list of placeholders.
-            request.spec_token_ids = request.spec_token_ids[:share]
+            request.spec_token_ids = request.spec_token_ids[:limit]
 
 
 def _most_near_the_end(request: Any, max_model_len: int) -> int:
@@ -247,51 +313,6 @@ def _most_near_the_end(request: Any, max_model_len: int) -> int:
     """
     known: int = request.num_computed_tokens - request.num_output_placeholders
     return max((max_model_len - known) // 2 - 1, 0)
-
-
-def _leave_blocks(scheduler: Any) -> None:
-    """Cut placeholders whose KV blocks another running request needs for its own next tokens.
-
-    vLLM would preempt a request for such placeholders. Those that fit into a request's own blocks
-    stay.
-    """
-    if not any(request.spec_token_ids for request in scheduler.running):
-        return
-    manager = scheduler.kv_cache_manager
-    groups = manager.coordinator.single_type_managers
-    lookahead, limit = scheduler.num_lookahead_tokens, scheduler.max_num_scheduled_tokens
-    free, running = manager.block_pool.get_num_free_blocks(), len(scheduler.running)
-    most = limit + running * lookahead
-    if free >= sum(most // group.block_size + 2 * running for group in groups):
-        return
-
-    def missing(request: Any, drafts: int) -> int:
-        """Blocks that the request's next step lacks, non-decreasing in its placeholders."""
-        tokens = request.num_tokens + request.num_output_placeholders
-        tokens = min(tokens, request.num_computed_tokens + limit) + drafts + lookahead
-        tokens, name = min(tokens, scheduler.max_model_len), request.request_id
-        lacks = (-(-tokens // g.block_size) - len(g.req_to_blocks.get(name, ())) for g in groups)
-        return sum(max(lack, 0) for lack in lacks)
-
-    lacking = [missing(request, 0) for request in scheduler.running]
-    free -= sum(lacking)
-    for request, without in zip(scheduler.running, lacking, strict=True):
-        wanted = len(request.spec_token_ids)
-        if not wanted:
-            continue
-        room = without + max(free, 0)
-        drafts = wanted
-        if missing(request, wanted) > room:
-            fits = range(wanted)
-            drafts = bisect_right(fits, room, key=lambda n: missing(request, n)) - 1
-            request.spec_token_ids = request.spec_token_ids[:drafts]
-        free -= missing(request, drafts) - without
-
-
-def _wanted(request: Any, max_drafts: int) -> int:
-    state = RequestState.find(request)
-    known = None if state is None else state.wanted_placeholders
-    return max_drafts if known is None else known
 
 
 def _prompt_tokens(scheduler: Any, limit: int) -> int:

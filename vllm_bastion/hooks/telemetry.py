@@ -15,9 +15,10 @@ from typing import Any
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger
 
 from vllm_bastion import envs
-from vllm_bastion.carriers import SchedulerState
+from vllm_bastion.carriers import SchedulerState, StepPlan, StepReport
 from vllm_bastion.config import bastion_config, settings_of
 from vllm_bastion.logger import init_logger
+from vllm_bastion.scheduler.gate import Arm
 from vllm_bastion.telemetry.collector import KEY, Collector
 from vllm_bastion.telemetry.drafter_fit import DrafterFit
 from vllm_bastion.telemetry.prometheus import TreeMetrics
@@ -30,8 +31,8 @@ logger = init_logger(__name__)
 def collect(
     scheduler: Any,
     state: SchedulerState,
-    step: StepRecord,
-    longest: int,
+    scheduled: Any,
+    report: StepReport,
     outputs: dict[int, Any],
 ) -> None:
     """In the engine core: add a step, and attach a due sum to the statistics of its outputs.
@@ -39,22 +40,62 @@ def collect(
     Args:
         scheduler: vLLM's Scheduler.
         state: our record on it.
-        step: what the worker recorded.
-        longest: most tokens of a request that had drafts; 0 without any.
+        scheduled: the step's SchedulerOutput.
+        report: the worker's.
         outputs: what `update_from_output` returns.
     """
     collector = state.collector
     if collector is None:
         collector = state.collector = _make_collector(scheduler.vllm_config)
+    step = _record(scheduler, state, scheduled, report, outputs)
     collector.add(step)
-    if longest > collector.positions:
-        collector.context(longest)
+    if step.nodes and collector.positions < scheduler.max_model_len:
+        drafts = (scheduler.requests.get(name) for name in scheduled.scheduled_spec_decode_tokens)
+        longest = max((request.num_tokens for request in drafts if request is not None), default=0)
+        if longest > collector.positions:
+            collector.context(longest)
     if not collector.due(idle=not scheduler.running):
         return
     # Without statistics the sums wait for the next ones; they do not grow.
     stats = next((o.scheduler_stats for o in outputs.values() if o.scheduler_stats), None)
-    if stats is not None and (sums := collector.take()) is not None:
+    gain = state.gate.gain(max(len(scheduler.running), 1))
+    if stats is not None and (sums := collector.take(gain)) is not None:
         stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: sums}
+
+
+def _record(
+    scheduler: Any,
+    state: SchedulerState,
+    scheduled: Any,
+    report: StepReport,
+    outputs: dict[int, Any],
+) -> StepRecord:
+    """The record of a step whose outputs have been made: tokens after a stop are not among them."""
+    plan, verified = StepPlan.of(scheduled), report.num_verified
+    nodes, accepted, requests = [], [], 0
+    for own in outputs.values():
+        for output in own.outputs:
+            if output.new_token_ids:
+                requests += 1
+                if count := verified.get(output.request_id, 0):
+                    nodes.append(count)
+                    accepted.append(len(output.new_token_ids) - 1)
+    kind = "prompt"
+    if nodes:
+        chains = settings_of(scheduler.vllm_config).bastion_top_k == 1
+        kind = "n-gram" if report.verified == Arm.NGRAM else "chain" if chains else "tree"
+    elif requests:
+        kind = "plain"
+    return StepRecord(
+        kind,
+        plan.reason if kind != "prompt" else "",
+        requests,
+        nodes,
+        accepted,
+        report.expected,
+        state.last.ms,
+        report.sources,
+    )
 
 
 def shutdown(original: Callable[..., Any], self: Any) -> None:
@@ -139,16 +180,3 @@ def stat_logger_manager_init(
     # With several API servers vLLM logs no line: each of them sees a part of the statistics.
     writes_lines = kwargs.get("enable_default_loggers", True) and kwargs.get("client_count", 1) == 1
     self.stat_loggers.insert(0, BastionStatLogger(found[0], writes_lines=writes_lines))
-
-
-def worker_snapshot(worker: Any) -> dict[str, Any] | None:
-    """What this worker has recorded since it started, see `Recorder.snapshot`; None without it.
-
-    A method of vLLM's workers, `bastion_snapshot`, for `collective_rpc`.
-    """
-    from vllm_bastion.engine.runtime import runtime_of
-
-    if bastion_config(worker.vllm_config) is None:
-        return None
-    recorder = runtime_of(worker.vllm_config).recorder
-    return None if recorder is None else recorder.snapshot()

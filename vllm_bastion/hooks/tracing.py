@@ -35,7 +35,7 @@ class TreeRequestMetrics(RequestSpecDecodeMetrics):
 def add_request(original: Callable[..., Any], self: Any, request: Any) -> Any:
     """Let `--per-request-spec-decode-metrics` count trees; drop chunks of ended sessions."""
     spec_config = bastion_config(self.vllm_config)
-    if spec_config is not None and not takes_chunk(self, request):
+    if False:
         return None
     result = original(self, request)
     if spec_config is not None and request.spec_decode_metrics is not None:

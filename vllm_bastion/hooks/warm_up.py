@@ -94,7 +94,7 @@ def dummy_sampler_run(original: Callable[..., Any], self: Any, hidden_states: An
     original(self, hidden_states)
     if bastion_config(self.vllm_config) is None or not current_host().runs_ahead:
         return
-    from vllm_bastion.calibration.measure import head_input
+    from vllm_bastion.engine.profile import head_input
     from vllm_bastion.engine.limits import max_verified_rows
 
     logits = self.model.compute_logits(head_input(self, max_verified_rows(self.vllm_config)))
@@ -105,18 +105,13 @@ def warm_up(original: Callable[..., Any], self: Any) -> Any:
     """Compile our kernels before vLLM declares its warm-up over, and measure the step costs."""
     if bastion_config(self.vllm_config) is None:
         return original(self)
-    from vllm_bastion.calibration.engine import calibrate
-    from vllm_bastion.calibration.measure import dummy_tree_step
+    from vllm_bastion.engine.profile import profile, tree_step
 
     runner = self.model_runner
     for part in (runner.model_state, runner.speculator, runner.adaptive_verification):
         part.warm_up()
     # Run the largest tree too: the trees of vLLM's warm-up requests may be smaller.
-    dummy_tree_step(runner, runner.decode_query_len)
+    tree_step(runner, runner.decode_query_len)
     times = original(self)
-    calibrate(runner)
-    if envs.page_enabled():
-        from vllm_bastion.engine.seen import show_to_page
-
-        show_to_page(self.vllm_config)
+    profile(runner)
     return times

@@ -97,19 +97,22 @@ class Copies:
         found[rows] = 0
         self._is_found = False
 
-    def scores(self, slots: np.ndarray, most: np.ndarray) -> np.ndarray:
-        """[R, L] path scores of the tokens of the copies found, 0 past the first `most` [R].
+    def expected(self, slots: np.ndarray, most: np.ndarray) -> np.ndarray:
+        """[R] accepted tokens expected of each request's n-gram draft, found for the next `mix`.
 
-        On the host: for a CPU.
+        On the host: for a CPU. most: [R] most nodes of each request.
         """
+        if not self._is_found:
+            self.find(torch.from_numpy(slots))
         matches = self._found.numpy()[slots] >> 32
         if not matches.any():
-            return np.zeros((len(slots), self.depth))
+            return np.zeros(len(slots))
         chances = copy_chances(self.counts.numpy(), self._priors.numpy())
         lengths = np.minimum(matches[:, None] + self._depths, len(chances) - 1)
-        scores: np.ndarray = chances[lengths].cumprod(axis=1)
+        scores = chances[lengths].cumprod(axis=1)
         scores[(matches == 0)[:, None] | (self._depths >= most[:, None])] = 0.0
-        return scores
+        expected: np.ndarray = scores.sum(axis=1)
+        return expected
 
     def mix(
         self,

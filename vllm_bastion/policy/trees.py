@@ -26,7 +26,6 @@ from bastion_kernels import (
     ancestor_bits,
     bind_slots,
     bind_tails,
-    choose_budget,
     expand_best_first,
     merge_topk,
     topk_logprobs,
@@ -34,7 +33,6 @@ from bastion_kernels import (
     tree_positions,
 )
 from vllm_bastion.policy.copies import Copies
-from vllm_bastion.policy.host_mirror import HostMirror, Published, to_device
 
 
 class Trees:
@@ -83,41 +81,19 @@ class Trees:
         self.depths = zeros(slots, num_nodes)
         self.log_rho = torch.full((slots, num_nodes), -torch.inf, device=device)
         self.size = zeros(slots)  # nodes of the tree
-        # Each request's own limit on its nodes; a copy on the host.
-        self.node_limits = torch.full((slots,), num_nodes, dtype=torch.int32, device=device)
+        # On the host: each request's own limit on its nodes.
         self.node_limits_host = np.full(slots, num_nodes, dtype=np.int32)
-        self._unlimited = True  # whether all of them are N
         self.bits = zeros(slots, num_nodes + 1, (num_nodes + 32) // 32)
-        # N* of the next step, the accepted tokens expected of that many nodes (the sum of their
-        # path scores), the tokens that the last step emitted, and those expected of the copies.
-        # They share a buffer, so that one copy takes them to the host.
-        self._results = zeros(4, slots)
-        self.num_verify = self._results[0]
-        self.promised = self._results[1].view(torch.float32)
-        self.emitted = self._results[2]
-        self.copied = self._results[3].view(torch.float32)
-        self._limits = zeros(slots)  # of `choose_again`
+        self.base_rows = torch.zeros((), dtype=torch.int32, device=device)
+        self.emitted = zeros(slots)
+        # [S] tokens of each request's n-gram draft that are expected to be accepted.
+        self.copied = torch.zeros(slots, device=device)
         # Of the current step, by row of its batch (padding rows: slot -1, tail 0).
         self.step_slots = torch.full((slots,), -1, dtype=torch.int64, device=device)
         self.tail_lens = zeros(slots)
         self.positions = zeros(max_num_tokens, dtype=torch.int64)
         self.path = torch.full((slots, depth + 1), -1, dtype=torch.int32, device=device)
 
-        # Cost of a whole step by its target rows, up to a common factor. A buffer, because the
-        # drafter's captured graph reads it. Constant until costs are known, which makes the
-        # largest tree the best one.
-        self.cost_ms = torch.ones(max_num_tokens + 1, dtype=torch.float32, device=device)
-        self.cost_ms_host = np.ones(max_num_tokens + 1, dtype=np.float32)
-        # The same for a step that ends without a draft.
-        self.copy_cost_ms = torch.ones_like(self.cost_ms)
-        self._node_cost_ms = torch.ones_like(self.cost_ms)  # of `choose_again`
-        # ln kappa_r by slot, added to the path scores of new trees: of drafts, and of copies alone.
-        self.log_kappa = torch.zeros(2, slots, device=device)
-        self.base_rows = torch.zeros((), dtype=torch.int32, device=device)
-        self._mirror = HostMirror(self._results)
-        # Of the two steps that `_mirror` holds.
-        self._grown_for: list[np.ndarray | None] = [None, None]
-        self._only_copies = [False, False]
         self._set_top_k(top_k)
 
     def look_up(self, history: torch.Tensor, lengths: torch.Tensor) -> None:
@@ -140,24 +116,8 @@ class Trees:
         self.top_logprobs = torch.zeros(shape, device=self.device)
 
     def set_node_limit(self, slot: int, nodes: int) -> None:
-        """Grow no more than `nodes` nodes for the request that takes `slot`."""
-        if self.node_limits_host[slot] != nodes:
-            self.node_limits_host[slot] = nodes
-            self.node_limits[slot] = nodes
-            self._unlimited = bool((self.node_limits_host == self.num_nodes).all())
-
-    def wants_nodes(self, slots: np.ndarray) -> bool:
-        """Whether any of the requests in `slots`, [R], may have nodes."""
-        return self._unlimited or bool(self.node_limits_host[slots].any())
-
-    def deepest(self, slots: np.ndarray, nodes: np.ndarray) -> np.ndarray:
-        """[R] depth of the deepest of the first `nodes` [R] nodes of each tree; 0 for none.
-
-        The host waits for the device.
-        """
-        within = np.arange(self.num_nodes) < nodes[:, None]
-        depths: np.ndarray = (self.depths.cpu().numpy()[slots] * within).max(axis=1)
-        return depths
+        """Verify no more than `nodes` nodes of the request that takes `slot`."""
+        self.node_limits_host[slot] = nodes
 
     # ---- end of step t: the drafter's logits become trees -------------------------------
 
@@ -255,7 +215,7 @@ class Trees:
         copies = None
         if self.copies is not None:
             copies = self.copies.mix(slots, tokens, logprobs, self.copied, longest_copy)
-        self._expand(tokens, logprobs, copies, self.log_kappa[0], self.cost_ms)
+        self._expand(tokens, logprobs, copies)
 
     def grow_copies(self, num_reqs: int, longest_copy: int | None = None) -> None:
         """Build the trees of a batch from copies of its texts alone, see `grow_lattice`."""
@@ -263,7 +223,7 @@ class Trees:
         tokens, logprobs = self.top_tokens[:num_reqs, :0], self.top_logprobs[:num_reqs, :0, None]
         slots = self.row_slots[:num_reqs]
         copies = self.copies.mix(slots, tokens, logprobs, self.copied, longest_copy)
-        self._expand(tokens, logprobs, copies, self.log_kappa[1], self.copy_cost_ms)
+        self._expand(tokens, logprobs, copies)
 
     def warm_up(self) -> None:
         """Compile the ops of copies that no draft runs."""
@@ -279,10 +239,8 @@ class Trees:
         tokens: torch.Tensor,
         logprobs: torch.Tensor,
         copies: CopyRows | None,
-        log_kappa: torch.Tensor,
-        cost_ms: torch.Tensor,
     ) -> None:
-        """Grow the trees of `bind_rows`' batch, and choose N* by `cost_ms`."""
+        """Grow the trees of `bind_rows`' batch."""
         reqs = len(tokens)
         slots = self.row_slots[:reqs]
         expand_best_first(
@@ -295,15 +253,9 @@ class Trees:
             self.depths,
             self.log_rho,
             self.size,
-            log_kappa,
-            copies,
+            copies=copies,
         )
-        torch.minimum(self.size, self.node_limits, out=self.size)
         ancestor_bits(self.parents, slots, self.bits)
-        if self.budget is not None:
-            torch.clamp(self.size, max=self.budget, out=self.num_verify)
-        else:
-            self._choose(slots, self.size, self.base_rows, cost_ms)
 
     def _best_of_slice(self, logits: torch.Tensor, vocab_start: int) -> torch.Tensor:
         """The K best of a slice, and its mass: [M, K + 1] int64, one message between ranks."""
@@ -317,69 +269,6 @@ class Trees:
         packed_mass.copy_(mass)
         return packed
 
-    def _choose(
-        self,
-        slots: torch.Tensor,
-        limits: torch.Tensor,
-        base_rows: torch.Tensor | int,
-        cost_ms: torch.Tensor,
-    ) -> None:
-        choose_budget(
-            self.log_rho,
-            slots,
-            limits,
-            cost_ms,
-            base_rows,
-            self.num_verify,
-            promised=self.promised,
-        )
-
-    def set_cost_ms(self, cost_ms: np.ndarray) -> None:
-        """Install the cost of a whole step by its target rows, [max_num_tokens + 1].
-
-        In ms, or in any other unit: N* does not depend on it.
-        """
-        self.cost_ms_host = np.array(cost_ms, dtype=np.float32)
-        to_device(self.cost_ms_host, out=self.cost_ms)
-
-    def set_copy_cost_ms(self, cost_ms: np.ndarray) -> None:
-        """Install the cost of a step without a draft by its target rows."""
-        to_device(cost_ms, out=self.copy_cost_ms)
-
-    def set_log_kappa(self, log_kappa: np.ndarray) -> None:
-        """Install what calibrates path scores, [2, S] fp32; see `policy.gains`."""
-        to_device(log_kappa, out=self.log_kappa)
-
-    def publish(self, step: int, grown_for: np.ndarray | None, only_copies: bool = False) -> None:
-        """At the end of a step, start the copy of its results to the host.
-
-        Args:
-            step: its number.
-            grown_for: [R] request slots that trees were grown for; None if the step did not draft.
-            only_copies: whether these trees are copies alone.
-        """
-        self._grown_for[step % 2], self._only_copies[step % 2] = grown_for, only_copies
-        self._mirror.start_copy(step)
-
-    def has_published(self, step: int) -> bool:
-        """Whether `published` has something for `step`."""
-        return self._mirror.holds(step)
-
-    def published(self, step: int) -> Published | None:
-        """The results of `step`, one of the last two that published; waits for their copy."""
-        results = self._mirror.read(step)
-        if results is None:
-            return None
-        num_verify, promised, emitted, copied = results
-        return Published(
-            self._grown_for[step % 2],
-            num_verify,
-            promised.view(np.float32),
-            emitted,
-            copied.view(np.float32),
-            self._only_copies[step % 2],
-        )
-
     def select_columns(
         self,
         slots: torch.Tensor,
@@ -387,7 +276,7 @@ class Trees:
         columns: torch.Tensor,
         parents: torch.Tensor,
     ) -> None:
-        """Prune trees to some of their columns. N* must be chosen again.
+        """Prune trees to some of their columns.
 
         Args:
             slots: [G] int64 request slots.
@@ -404,31 +293,6 @@ class Trees:
         if self.copies is not None:
             self.copies.select_columns(slots, columns, unused)
         ancestor_bits(self.parents, slots.contiguous(), self.bits)
-
-    def choose_again(
-        self, slots: np.ndarray, drafts: np.ndarray, base_rows: int, only_copies: bool = False
-    ) -> None:
-        """Choose N* again, for a step with other rows than roots, or for trees that were pruned.
-
-        Prompt tokens have to be computed in any case, so their time does not influence N*: the cost
-        of n nodes is C(R) + C(base_rows + n) - C(base_rows).
-
-        Args:
-            slots: [R] request slots.
-            drafts: [R] most nodes of each request.
-            base_rows: target rows of the step that are not nodes, >= R.
-            only_copies: whether the trees are copies alone.
-        """
-        both = np.stack([slots, drafts])
-        on_device, most = to_device(both, dtype=torch.int64, device=self.device)
-        self._limits[on_device] = torch.minimum(self.size[on_device], most.to(torch.int32))
-        num_reqs = len(slots)
-        whole = cost = self.copy_cost_ms if only_copies else self.cost_ms
-        if base_rows != num_reqs:
-            added = whole[base_rows - num_reqs :]
-            cost = self._node_cost_ms[: len(added)]
-            torch.sub(added, added[num_reqs] - whole[num_reqs], out=cost)
-        self._choose(on_device, self._limits, num_reqs, cost)
 
     # ---- step t+1: the trees are verified -----------------------------------------------
 

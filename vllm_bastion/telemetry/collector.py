@@ -15,8 +15,6 @@ from typing import Any
 from vllm_bastion.telemetry.drafter_fit import DrafterFit
 from vllm_bastion.telemetry.record import MOST_PENDING, PERIOD, StepRecord, Totals, drafted
 
-# Seconds over which the estimated gain is averaged, by exponential decay.
-_GAIN_PERIOD = 60.0
 # The key of a sum in `SchedulerStats.kv_connector_stats`, see `hooks.telemetry`.
 KEY = "bastion"
 
@@ -43,8 +41,6 @@ class Collector:
         self._pending: list[StepRecord] = []
         self._sums, self._whole = Totals(), Totals()
         self._next = -float("inf")
-        # Decayed sums of the plain equivalent and of the steps' time, and when they were updated.
-        self._plain_ms = self._step_ms = self._updated = 0.0
 
     def add(self, step: StepRecord) -> None:
         """Add one step."""
@@ -72,21 +68,15 @@ class Collector:
         """
         return idle or self._clock() >= self._next
 
-    def take(self) -> dict[str, Any] | None:
-        """The sum since the last call; None without a step."""
+    def take(self, gain: float | None) -> dict[str, Any] | None:
+        """The sum since the last call; None without a step. gain: the gate's."""
         self._add_pending()
         if not self._sums.steps:
             return None
-        now = self._clock()
-        self._next = now + PERIOD
+        self._next = self._clock() + PERIOD
         pending, self._sums = self._sums, Totals()
+        pending.gain = gain
         self._whole.merge(pending)
-        decay = math.exp((self._updated - now) / _GAIN_PERIOD)
-        self._plain_ms = decay * self._plain_ms + pending.plain_ms
-        self._step_ms = decay * self._step_ms + pending.step_ms
-        self._updated = now
-        if self._step_ms > 0:
-            pending.now["gain"] = self._plain_ms / self._step_ms
         return pending.to_plain()
 
     def whole(self) -> Totals:

@@ -6,6 +6,7 @@ Sums are in milliseconds, not in seconds: `llm.get_metrics()` truncates counters
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,19 +20,11 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     "accepted_by_depth": ("Trees whose accepted path reaches this depth.", "depth"),
     "nodes_by_source": ("Nodes verified, by who proposed them.", "source"),
     "accepted_by_source": ("Draft tokens accepted, by who proposed them.", "source"),
-    "promised_tokens": ("Draft tokens expected to be accepted, the sum of path scores.",),
-    "yielded_tokens": ("Draft tokens accepted from the same trees.",),
-    "timed_steps": ("Whole steps that were timed.", "kind", "rows"),
-    "predicted_step_ms": ("Predicted milliseconds of the timed steps.", "kind", "rows"),
-    "measured_step_ms": ("Measured milliseconds of the timed steps.", "kind", "rows"),
-    "plain_equivalent_ms": (
-        "Milliseconds that plain decoding is estimated to need for the decoded tokens.",
-    ),
-    "decode_ms": ("Estimated milliseconds of the steps that decoded these tokens.",),
-}
-_GAUGES: dict[str, tuple[str, ...]] = {
-    "estimated_gain": ("Estimated speed-up over plain decoding in the last minute.",),
-    "correction_factor": ("Factor by which real steps differ from the measured costs.", "part"),
+    "expected_tokens": ("Draft tokens expected to be accepted, the sum of path scores.",),
+    "request_steps": ("Times that a step gave a request tokens.",),
+    "accepted_tokens": ("Draft tokens accepted and returned.",),
+    "timed_steps": ("Steps between whose outputs the gate measured the time.", "kind"),
+    "step_ms": ("Milliseconds of the timed steps.", "kind"),
 }
 
 
@@ -68,10 +61,12 @@ class TreeMetrics:
         self._counters = {
             name: make(counter, name, text, *labels) for name, (text, *labels) in _COUNTERS.items()
         }
-        self._gauges = {
-            name: make(gauge, name, text, *labels, multiprocess_mode="mostrecent")
-            for name, (text, *labels) in _GAUGES.items()
-        }
+        self._gain = make(
+            gauge,
+            "measured_gain",
+            "Measured rate of the arm in use over that of plain decoding; NaN if unknown.",
+            multiprocess_mode="mostrecent",
+        )
         buckets = [1 << i for i in range(NODE_BUCKETS)]
         self._nodes = make(histogram, "nodes_verified", "Nodes verified per tree.", buckets=buckets)
 
@@ -91,19 +86,13 @@ class TreeMetrics:
             for i, source in enumerate(SOURCES):
                 count("nodes_by_source", delta.sources[i], source)
                 count("accepted_by_source", delta.sources[len(SOURCES) + i], source)
-        count("promised_tokens", delta.promised)
-        count("yielded_tokens", delta.yielded)
-        count("plain_equivalent_ms", delta.plain_ms)
-        count("decode_ms", delta.step_ms)
-        for (kind, rows), (steps, predicted, measured) in delta.times.items():
-            count("timed_steps", steps, kind, str(rows))
-            count("predicted_step_ms", predicted, kind, str(rows))
-            count("measured_step_ms", measured, kind, str(rows))
-        for name, value in delta.now.items():
-            if name == "gain":
-                self._gauges["estimated_gain"].labels(*own).set(value)
-            else:
-                self._gauges["correction_factor"].labels(*own, name).set(value)
+        count("expected_tokens", delta.expected)
+        count("request_steps", delta.request_steps)
+        count("accepted_tokens", delta.accepted)
+        for kind, (steps, ms) in delta.times.items():
+            count("timed_steps", steps, kind)
+            count("step_ms", ms, kind)
+        self._gain.labels(*own).set(math.nan if delta.gain is None else delta.gain)
 
     @staticmethod
     def _observe_nodes(histogram: Any, delta: Totals) -> None:

@@ -4,6 +4,7 @@
 Kinds of steps:
 
     tree     verifies nodes of draft trees
+    n-gram   verifies n-gram drafts alone
     chain    verifies drafts of width 1, whose rows are causal
     plain    decodes, and verifies nothing
     prompt   has prompt rows only
@@ -17,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 # Seconds between two sums while requests run.
 PERIOD = 1.0
@@ -34,38 +35,22 @@ def bucket_of(count: int) -> int:
     return (count - 1).bit_length()
 
 
-class StepTime(NamedTuple):
-    """A whole step that was timed, read some steps later."""
-
-    kind: str
-    rows: int
-    predicted_ms: float
-    measured_ms: float
-
-
 @dataclass(slots=True)
 class StepRecord:
-    """What the worker knows about one step. Numbers and strings only: it is sent as it is."""
+    """What the engine core knows about one step."""
 
     kind: str = "prompt"
     reason: str = ""
-    # Requests that decode, and all target rows of the step.
+    # Requests that the step gave tokens to.
     requests: int = 0
-    rows: int = 0
-    # [T] nodes verified and draft tokens accepted of each request that verified any.
+    # [T] nodes verified of each request that verified any, and the draft tokens accepted of these
+    # that its client gets: a stop may cut off the last ones.
     nodes: Sequence[int] = ()
     accepted: Sequence[int] = ()
-    # For trees of earlier steps: draft tokens expected to be accepted (the sum of their path
-    # scores), and accepted ones. Only with an adaptive budget.
-    promised: float = 0.0
-    yielded: float = 0.0
-    # Milliseconds that plain decoding is estimated to need for the step's tokens, and that the step
-    # is estimated to take; both 0 where that is unknown.
-    plain_ms: float = 0.0
-    step_ms: float = 0.0
-    times: Sequence[StepTime] = ()
-    # Latest values of the gauges by name; None in most steps.
-    now: dict[str, float] | None = None
+    # Draft tokens expected to be accepted, the sum of path scores. 0 with a fixed budget.
+    expected: float = 0.0
+    # Milliseconds since the step before; 0 where the gate does not use the time.
+    ms: float = 0.0
     # Nodes verified, then draft tokens accepted, of each of SOURCES; empty without lookup.
     sources: Sequence[int] = ()
 
@@ -73,19 +58,19 @@ class StepRecord:
 def drafted(steps: Sequence[StepRecord]) -> tuple[int, int]:
     """Trees of steps that verified nodes of the drafter, and how many of these were accepted.
 
-    A copy of the context says nothing about the drafter.
+    An n-gram draft carries no signal about the drafter.
     """
     trees = tokens = 0
-    without_copies: list[int] = []
+    without_sources: list[int] = []
     for step in steps:
         if not step.sources:
-            without_copies += step.accepted
+            without_sources += step.accepted
             continue
         by_drafter, _, by_both, accepted, _, accepted_of_both = step.sources
         if by_drafter or by_both:
             trees += len(step.nodes)
             tokens += accepted + accepted_of_both
-    return trees + len(without_copies), tokens + sum(without_copies)
+    return trees + len(without_sources), tokens + sum(without_sources)
 
 
 @dataclass
@@ -94,6 +79,8 @@ class Totals:
 
     # (kind, reason) -> steps
     steps: dict[tuple[str, str], int] = field(default_factory=dict)
+    # Times that a step gave a request tokens: one of them, and the accepted ones.
+    request_steps: int = 0
     # Trees that were verified, their nodes, and the draft tokens accepted of them.
     trees: int = 0
     nodes: int = 0
@@ -104,15 +91,11 @@ class Totals:
     trees_by_depth: list[int] = field(default_factory=list)
     # [6] as in a record.
     sources: list[int] = field(default_factory=lambda: [0] * 2 * len(SOURCES))
-    promised: float = 0.0
-    yielded: float = 0.0
-    plain_ms: float = 0.0
-    step_ms: float = 0.0
-    # Tokens that decoding steps emit, before `max_tokens` cuts any.
-    tokens: int = 0
-    # (kind, power of two not below the rows) -> steps, predicted and measured milliseconds
-    times: dict[tuple[str, int], tuple[int, float, float]] = field(default_factory=dict)
-    now: dict[str, float] = field(default_factory=dict)
+    expected: float = 0.0
+    # kind -> steps whose time the gate uses, and their milliseconds
+    times: dict[str, tuple[int, float]] = field(default_factory=dict)
+    # The gate's gain over plain decoding; None while it is not measured.
+    gain: float | None = None
 
     def add(self, steps: Sequence[StepRecord]) -> None:
         """Add some steps."""
@@ -127,38 +110,33 @@ class Totals:
             self.trees_by_depth[depth] += trees
         self.trees += len(nodes)
         self.nodes += sum(nodes)
-        self.tokens += sum([step.requests for step in steps]) + sum(accepted)
         self.accepted += sum(accepted)
-        self.promised += sum([step.promised for step in steps])
-        self.yielded += sum([step.yielded for step in steps])
-        self.plain_ms += sum([step.plain_ms for step in steps])
-        self.step_ms += sum([step.step_ms for step in steps])
+        self.request_steps += sum([step.requests for step in steps])
+        self.expected += sum([step.expected for step in steps])
         for step in steps:
             if step.sources:
                 self.sources = _added(self.sources, step.sources)
-            for kind, rows, predicted, measured in step.times:
-                self._add_time((kind, 1 << bucket_of(rows)), (1, predicted, measured))
-            if step.now is not None:
-                self.now = step.now
+            if step.ms:
+                self._add_time(step.kind, 1, step.ms)
 
     def _add_steps(self, counts: dict[tuple[str, str], int]) -> None:
         for key, count in counts.items():
             self.steps[key] = self.steps.get(key, 0) + count
 
-    def _add_time(self, key: tuple[str, int], values: tuple[int, float, float]) -> None:
-        steps, predicted, measured = self.times.get(key, (0, 0.0, 0.0))
-        self.times[key] = (steps + values[0], predicted + values[1], measured + values[2])
+    def _add_time(self, kind: str, steps: int, ms: float) -> None:
+        before = self.times.get(kind, (0, 0.0))
+        self.times[kind] = before[0] + steps, before[1] + ms
 
     def merge(self, other: Totals) -> None:
         """Add another sum."""
         self._add_steps(other.steps)
-        for name in _NUMBERS:
+        for name in ("request_steps", "trees", "nodes", "accepted", "expected"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("trees_by_nodes", "trees_by_depth", "sources"):
             setattr(self, name, _added(getattr(self, name), getattr(other, name)))
-        for row, values in other.times.items():
-            self._add_time(row, values)
-        self.now = other.now or self.now
+        for kind, (steps, ms) in other.times.items():
+            self._add_time(kind, steps, ms)
+        self.gain = other.gain
 
     @property
     def accepted_by_depth(self) -> list[int]:
@@ -169,38 +147,19 @@ class Totals:
             counts.append(reached)
         return counts[::-1]
 
-    @property
-    def gain(self) -> float | None:
-        """Estimated speed-up over plain decoding, as a factor; None while it is unknown."""
-        return self.plain_ms / self.step_ms if self.step_ms > 0 else None
-
     def steps_of(self, *kinds: str) -> int:
         """Steps of these kinds."""
         return sum(count for (kind, _), count in self.steps.items() if kind in kinds)
 
     def to_plain(self) -> dict[str, Any]:
         """As lists and dicts with string keys, for msgpack and JSON; see `from_plain`."""
-        return {
-            **asdict(self),
-            "steps": [[*key, count] for key, count in self.steps.items()],
-            "times": [[*key, *values] for key, values in self.times.items()],
-        }
+        return {**asdict(self), "steps": [[*key, count] for key, count in self.steps.items()]}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Totals:
         """The inverse of `to_plain`."""
         steps = {(kind, reason): count for kind, reason, count in plain["steps"]}
-        times = {
-            (kind, rows): (count, predicted, measured)
-            for kind, rows, count, predicted, measured in plain["times"]
-        }
-        return cls(**{**plain, "steps": steps, "times": times})
-
-
-# Fields of `Totals` that are added up.
-_NUMBERS = (
-    "trees", "nodes", "accepted", "promised", "yielded", "plain_ms", "step_ms", "tokens",
-)  # fmt: skip
+        return cls(**{**plain, "steps": steps})
 
 
 def _added(first: Sequence[int], second: Sequence[int]) -> list[int]:

@@ -6,12 +6,16 @@ from __future__ import annotations
 from vllm_bastion.telemetry.record import Totals
 
 
+# Of steps that decode.
+_KINDS = ("tree", "chain", "n-gram", "plain")
+
+
 def interval_line(totals: Totals, name: str = "Bastion") -> str | None:
     """What happened in one interval, or None if nothing was decoded in it.
 
     name: what the line begins with.
     """
-    decoding = totals.steps_of("tree", "chain", "plain")
+    decoding = totals.steps_of(*_KINDS)
     if not decoding:
         return None
     parts = []
@@ -23,20 +27,15 @@ def interval_line(totals: Totals, name: str = "Bastion") -> str | None:
     if copied := sum(totals.sources[1:3]):
         accepted = sum(totals.sources[4:6])
         parts.append(
-            f"copies of the context {100 * copied / totals.nodes:.0f}% of nodes and "
+            f"n-gram drafts {100 * copied / totals.nodes:.0f}% of nodes and "
             f"{100 * accepted / max(totals.accepted, 1):.0f}% of accepted tokens"
         )
-    for kind in ("tree", "chain", "plain"):
+    for kind in _KINDS:
         if count := totals.steps_of(kind):
             parts.append(f"{kind} steps {100 * count / decoding:.0f}% ({_reasons(totals, kind)})")
-    for kind in ("tree", "chain", "plain"):
-        rows = [values for (name, _), values in totals.times.items() if name == kind]
-        if steps := sum(count for count, _, _ in rows):
-            predicted = sum(ms for _, ms, _ in rows) / steps
-            measured = sum(ms for _, _, ms in rows) / steps
-            parts.append(f"{kind} step predicted {predicted:.2f} ms, measured {measured:.2f} ms")
+    parts += [f"{kind} step {ms / n:.2f} ms" for kind, (n, ms) in totals.times.items()]
     if totals.gain is not None:
-        parts.append(f"estimated gain over plain decoding {totals.gain:.2f}x")
+        parts.append(f"measured {totals.gain:.2f}x of plain decoding")
     return f"{name}: " + "; ".join(parts)
 
 

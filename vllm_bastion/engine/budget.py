@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many nodes of the drafted trees a step verifies: the paper's rule, by vLLM's manager.
+
+vLLM's ``AdaptiveVerificationManager`` times its own forward passes at start and takes the number of
+drafts with the most expected tokens per time. Its survival probability of a draft is a tree's path
+score rho, so this subclass gives it trees: with n nodes in R requests the step's rate is
+
+    (R + sum of the n best rho) / (draft(R) + verify(R + n))
+
+and the n best nodes of the batch are verified, which in every tree are its first ones. What steps
+of an arm really take, host and long contexts included, corrects the constant part of the divisor:
+the gate's time comes with the step (`StepPlan.step_ms`). The profile gives the slope.
+
+Exact timing (a CPU, LoRA): the scores are those of the trees that are cut. Lagged (CUDA): the
+previous step's scores size the step, and the device gives the nodes to its own best trees
+(`take_best`), so the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.gpu.async_utils import async_copy_to_np
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
+from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
+from vllm.v1.worker.gpu.states import RequestState
+
+from bastion_kernels import take_best
+from vllm_bastion.carriers import StepReport
+from vllm_bastion.engine.runtime import Runtime
+from vllm_bastion.engine.scores import EarlierScores, even_split
+from vllm_bastion.scheduler.gate import Arm, size_class
+from vllm_bastion.versions import capabilities
+
+# Weight of a step in the mean of what the profile predicts.
+_WEIGHT = 0.1
+
+
+@dataclass(eq=False)
+class CountedOutput(AsyncModelRunnerOutput):
+    """A step's output with counts for the scheduler, see `StepReport`."""
+
+    output: AsyncModelRunnerOutput
+    req_ids: list[str]
+    # [R + 1] running sum of each request's bonus token and nodes, and `Copies.count_sources`. Their
+    # copies from the device were queued before the output's own, and have arrived when it has.
+    num_logits: np.ndarray
+    sources: np.ndarray | None
+    expected: float
+    verified: Arm
+
+    def get_output(self) -> ModelRunnerOutput:
+        output = self.output.get_output()
+        ends = self.num_logits.tolist()
+        if ends[-1] == len(self.req_ids):  # bonus tokens only
+            num_verified = dict.fromkeys(self.req_ids, 0)
+        else:
+            nodes = (end - begin - 1 for begin, end in pairwise(ends))
+            num_verified = dict(zip(self.req_ids, nodes, strict=True))
+        sources: Sequence[int] = () if self.sources is None else self.sources.ravel().tolist()
+        StepReport(num_verified, self.verified, self.expected, sources).attach(output)
+        return output
+
+    def get_kv_connector_output(self) -> Any:
+        """vLLM 0.33 calls it on an output that failed."""
+        return self.output.get_kv_connector_output()
+
+
+class TreeBudgetManager(AdaptiveVerificationManager):
+    """Built by the hook on ``maybe_create_adaptive_verification_manager``.
+
+    The base class's constructor is not run: it allocates copies of per-position confidences on the
+    device, which trees already have. `cost_tables` is the base class's: ms of a draft by requests,
+    and of a target's pass by rows.
+
+    Args:
+        lagged: whether the previous step's scores size a step.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        req_states: RequestState,
+        query_start_loc: torch.Tensor,
+        num_bonus_tokens: int,
+        max_total_logits: int,
+        *,
+        lagged: bool,
+    ) -> None:
+        self.runtime, self.trees, self.lagged = runtime, runtime.trees, lagged
+        self.req_states = req_states
+        self.num_speculative_steps = req_states.num_speculative_steps
+        self.num_bonus_tokens = num_bonus_tokens
+        self.max_total_logits = max_total_logits
+        # The runner's own buffer. FULL graphs read it, so it is written and never replaced.
+        self.query_start_loc = query_start_loc
+        self.cost_tables: tuple[np.ndarray, np.ndarray] | None = None
+        self._cudagraph_limit = 0
+        num_slots = len(self.trees.row_slots)
+        # [S] whether the slot's request has a tree; its placeholders are empty otherwise.
+        self._has_tree = np.zeros(num_slots, dtype=bool)
+        # The current step's requests in batch order, [R]: most nodes, nodes to verify, and rows
+        # that are not nodes (bonus and prompt tokens).
+        self._limits = self._num_verify = self._plain_rows = np.zeros(0, dtype=np.int32)
+        self._num_nodes = 0  # sum of `_num_verify`
+        self._slots = np.zeros(0, dtype=np.int64)
+        self._req_ids: list[str] = []
+        self._num_logits_np = np.zeros(1, dtype=np.int32)
+        # The arms of the drafts that the current step verifies, and of those that were made last.
+        self._verified = self._drafted = Arm.TREE
+        self._expected = 0.0  # accepted tokens expected of the current step
+        # By size class and arm: mean ms that the profile predicts for steps of decodes.
+        self._predicted: dict[tuple[int, Arm], float] = {}
+        self._unseen: tuple[tuple[int, Arm], np.ndarray] | None = None
+        if lagged:
+            self._earlier = EarlierScores(self.trees)
+            # By slot: most nodes, and rows that are not nodes.
+            self._layout_np = np.zeros((2, num_slots), dtype=np.int32)
+            self._layout = torch.zeros(2, num_slots, dtype=torch.int32, device=self.trees.device)
+            self._layout_is_copied = True
+            self._scratch = torch.zeros(num_slots + 1, dtype=torch.int32, device=self.trees.device)
+
+    # ---- vLLM's profile -----------------------------------------------------------------
+
+    def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
+        """None where vLLM captures graphs: `engine.profile` runs the steps, with or without."""
+        return iter(())
+
+    def set_initial_cost_curves(self, samples: list[Any]) -> None:
+        """See `batches_to_profile`."""
+
+    # ---- the calls of a step, in order --------------------------------------------------
+
+    def add_request(self, req_idx: int) -> None:
+        """A new request, or a preempted one that resumes, takes the slot."""
+        self._has_tree[req_idx] = False
+        if self.lagged:
+            self._earlier.forget(req_idx)
+
+    def get_num_tokens(
+        self,
+        num_tokens_per_req: dict[str, int],
+        draft_tokens: dict[str, list[int]],
+    ) -> int:
+        """Decide N* of every request. Returns the step's rows, by which vLLM picks the graph."""
+        order = self._req_ids = sort_batch_req_ids(
+            num_tokens_per_req, draft_tokens, self.num_speculative_steps + self.num_bonus_tokens
+        )
+        self._verified = self._drafted
+        count, slot_of = len(order), self.req_states.req_id_to_index
+        slots = self._slots = np.fromiter((slot_of[r] for r in order), np.int64, count)
+        drafts = np.fromiter((len(draft_tokens.get(r, ())) for r in order), np.int32, count)
+        tokens = np.fromiter((num_tokens_per_req[r] for r in order), np.int32, count)
+        self._plain_rows = tokens - drafts
+        limits = np.minimum(drafts, self.trees.node_limits_host[slots]) * self._has_tree[slots]
+        self._limits = np.minimum(limits, self.trees.tree_size).astype(np.int32)
+        most = max(0, self.max_total_logits - count * self.num_bonus_tokens)
+        if self.trees.budget is not None:
+            self._num_verify = np.minimum(self._limits, self.trees.budget).astype(np.int32)
+            if self._num_verify.sum() > most:
+                self._num_verify = even_split(most, self._num_verify)
+        elif self._limits.any():
+            self._num_verify = self._choose(most)
+        else:
+            self._num_verify = self._limits
+        self._num_nodes = int(self._num_verify.sum())
+        return self._num_nodes + int(self._plain_rows.sum())
+
+    def _choose(self, most: int) -> np.ndarray:
+        """N* of every request, [R] int32. Lagged, only the sum counts, and the split is even."""
+        width = int(self._limits.max())
+        scores = self._path_scores(self._slots, width)
+        scores[np.arange(width) >= self._limits[:, None]] = -1.0
+        ranked = np.sort(scores, axis=None)[::-1]
+        ranked = ranked[: min(int(self._limits.sum()), most)]
+        costs = self._step_ms(len(ranked))
+        emitting = len(self._slots)
+        expected = emitting + np.concatenate(([0.0], np.cumsum(ranked)))
+        total = int(np.argmax(expected[: len(costs)] / costs))
+        self._expected = float(expected[total]) - emitting
+        self._remember(total)
+        if self.lagged:
+            return even_split(total, self._limits)
+        # As many of the best as were chosen. Of equal scores, the first requests' win.
+        chosen = np.argsort(-scores, axis=None, kind="stable")[:total]
+        counts = np.bincount(chosen // width, minlength=emitting)
+        return counts.astype(np.int32)
+
+    def _path_scores(self, slots: np.ndarray, width: int) -> np.ndarray:
+        """[R, width] float64 rho of the batch's trees, as far as the host may know them."""
+        if self.lagged:
+            return self._earlier.of(slots, width)
+        with gpu_sync_allowed():
+            log_rho: np.ndarray = self.trees.log_rho.cpu().numpy()[slots, :width]
+        return np.exp(log_rho.astype(np.float64))
+
+    def _step_ms(self, nodes: int) -> np.ndarray:
+        """[nodes + 1] ms of the step with 0, 1, ... nodes.
+
+        Prompt tokens are computed in any case, so their time does not influence N*.
+        """
+        assert self.cost_tables is not None
+        draft_ms, verify_ms = self.cost_tables
+        reqs, rows = len(self._slots), int(self._plain_rows.sum())
+        added = verify_ms[rows : rows + nodes + 1] - verify_ms[min(rows, len(verify_ms) - 1)]
+        plan = self.runtime.plan
+        base = float(verify_ms[min(reqs, len(verify_ms) - 1)])
+        if plan.verified == Arm.TREE:
+            base += float(draft_ms[min(reqs, len(draft_ms) - 1)])
+        # What the profile says of these steps on average, and the gate of their real time.
+        key, corrected = (size_class(reqs), plan.verified), base
+        if plan.step_ms is not None and key in self._predicted:
+            corrected = max(base + plan.step_ms - self._predicted[key], 0.5 * base)
+        if rows == reqs:
+            self._unseen = key, base + added
+        costs: np.ndarray = corrected + added
+        return costs
+
+    def _remember(self, nodes: int) -> None:
+        """Add the step to the mean of what the profile says."""
+        if self._unseen is not None:
+            (key, ms), self._unseen = self._unseen, None
+            mean = self._predicted.setdefault(key, float(ms[nodes]))
+            self._predicted[key] = mean + _WEIGHT * (float(ms[nodes]) - mean)
+
+    def compact_batch(
+        self,
+        num_draft_tokens_per_req: np.ndarray,
+        num_scheduled_tokens: np.ndarray,
+        cu_num_logits_np: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of each request, [R], and the first logits row of each, [R + 1]."""
+        self._num_logits_np = np.zeros_like(cu_num_logits_np)
+        num_rows, num_logits = self.layout
+        np.cumsum(num_logits, out=self._num_logits_np[1:])
+        return num_rows, self._num_logits_np
+
+    def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
+        """Lay the step out on the device. Returns what this version of vLLM unpacks."""
+        total, limits = self._num_nodes, self._limits
+        if not self.lagged or total in (0, limits.sum()) or np.count_nonzero(limits) == 1:
+            # The host's counts are exact, so the runner has already written query_start_loc.
+            cu_num_logits = async_tensor_h2d(self._num_logits_np, device=self.trees.device)
+        else:
+            layout = np.stack((limits, self._plain_rows))
+            if (self._layout_np[:, self._slots] != layout).any():
+                self._layout_np[:, self._slots] = layout
+                async_tensor_h2d(self._layout_np, out=self._layout)
+            # Allocated in each step, as vLLM's is: the copy to the host may outlive the step.
+            cu_num_logits = self._scratch.new_empty(len(req_ids) + 1)
+            self._take_best(idx_mapping, total, cu_num_logits)
+            # Copied on the step's own stream, so that it arrives before the step's output.
+            self._num_logits_np = async_copy_to_np(cu_num_logits)
+        values = (cu_num_logits, self.query_start_loc, total)
+        # The fourth is for sharded sampling, which is refused here.
+        return (*values, None) if capabilities().returns_admitted_drafts else values
+
+    def _take_best(self, slots: torch.Tensor, total: int, cu_num_logits: torch.Tensor) -> None:
+        take_best(
+            self.trees.log_rho,
+            slots,
+            *self._layout,
+            total,
+            cu_num_logits,
+            self.query_start_loc,
+            self._scratch,
+        )
+
+    def record_confidences(self, confidence_probs: torch.Tensor, input_batch: InputBatch) -> None:
+        """Called after ``propose``, at the end of a step: its trees are those of the next one."""
+        slots, step = input_batch.idx_mapping_np, self.runtime.step
+        self._has_tree[slots] = step.grows
+        self._drafted = step.arm
+        if self.lagged and self.trees.budget is None:
+            self._earlier.copy(slots if step.grows else slots[:0], input_batch.idx_mapping)
+
+
+    # ---- the step's data for other adapters --------------------------------------------
+
+    @property
+    def layout(self) -> tuple[np.ndarray, np.ndarray]:
+        """[R] rows and logits of each request, as the host trimmed the step."""
+        return self._num_verify + self._plain_rows, self._num_verify + self.num_bonus_tokens
+
+    @property
+    def drafts(self) -> np.ndarray:
+        """[R] int32, the most nodes that each row of the step may have on the device."""
+        return self._limits if self.lagged else self._num_verify
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether the step may verify trees."""
+        return bool(self._limits.any())
+
+    def counted(self, output: AsyncModelRunnerOutput) -> CountedOutput:
+        """The output of the step launched last, with its counts of verified nodes."""
+        req_ids, self._req_ids = self._req_ids, []
+        counts, self._num_logits_np = self._num_logits_np, np.zeros(1, dtype=np.int32)
+        sources, self.runtime.sources = self.runtime.sources, None
+        expected, self._expected = self._expected, 0.0
+        return CountedOutput(output, req_ids, counts, sources, expected, self._verified)
+
+    def warm_up(self) -> None:
+        """Compile the op that chooses the nodes."""
+        if self.lagged:
+            self._take_best(self.trees.step_slots[:1], 0, self._scratch.new_empty(2))

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Path scores on the host, for a step that is sized before its own scores arrive."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+
+from vllm_bastion.policy.trees import Trees
+
+# Weight of a step in the mean scores, which stand for a tree whose own are not known yet.
+_WEIGHT = 0.1
+
+
+class EarlierScores:
+    """Path scores of the trees before the current ones, on the host.
+
+    The copy of a step's scores is read one step later, when it has arrived unless the device is
+    more than a step behind. Nothing but stream order protects a copy: the scores must be written on
+    the stream on which it is queued.
+    """
+
+    def __init__(self, trees: Trees) -> None:
+        self._log_rho = trees.log_rho
+        on_device = trees.device.type != "cpu"
+        shape = self._log_rho.shape
+        self._gathered = torch.empty_like(self._log_rho)
+        self._host = [torch.zeros(shape, pin_memory=on_device) for _ in range(2)]
+        # Not blocking events: the device may be idle while the host waits, so the wait spins.
+        self._arrived = [torch.cuda.Event() if on_device else None for _ in range(2)]
+        self._slots = [np.zeros(0, dtype=np.int64) for _ in range(2)]
+        self._turn = 0
+        # [S, N] by slot, NaN where no tree is known, and the mean that stands for it.
+        self._scores = np.full(shape, np.nan)
+        self._mean = np.ones(shape[1])
+
+    def forget(self, slot: int) -> None:
+        """A new request takes the slot."""
+        self._scores[slot] = np.nan
+        for slots in self._slots:
+            slots[slots == slot] = -1
+
+    def copy(self, slots: np.ndarray, on_device: torch.Tensor) -> None:
+        """Start the copy of the scores of the requests in `slots`, [R]."""
+        self._read()
+        turn, self._turn = self._turn, self._turn ^ 1
+        self._slots[turn] = slots.copy()
+        if len(slots):
+            rows = self._gathered[: len(slots)]
+            torch.index_select(self._log_rho, 0, on_device, out=rows)
+            self._host[turn][: len(slots)].copy_(rows, non_blocking=True)
+            if (event := self._arrived[turn]) is not None:
+                event.record()
+
+    def of(self, slots: np.ndarray, width: int) -> np.ndarray:
+        """[R, width] float64 scores of the requests in `slots`."""
+        self._read()
+        scores = self._scores[slots, :width]
+        return np.where(np.isnan(scores), self._mean[:width], scores)
+
+    def _read(self) -> None:
+        """Take over the older of the two copies, in whose place the next one is written."""
+        slots, event = self._slots[self._turn], self._arrived[self._turn]
+        self._slots[self._turn] = slots[:0]
+        if not (slots >= 0).any():
+            return
+        if event is not None and not event.query():
+            with gpu_sync_allowed():
+                event.synchronize()
+        log_rho = self._host[self._turn].numpy()[: len(slots)][slots >= 0]
+        scores = np.exp(log_rho.astype(np.float64))
+        self._scores[slots[slots >= 0]] = scores
+        self._mean += _WEIGHT * (scores.mean(axis=0) - self._mean)
+
+
+def even_split(total: int, limits: np.ndarray) -> np.ndarray:
+    """Share `total` out as evenly as `limits` allow.
+
+    limits: [R] integers, the most of each. Returns [R] integers.
+    """
+    total, count = max(total, 0), len(limits)
+    if total >= limits.sum():
+        return limits.copy()
+    level, rest = divmod(total, count)
+    if level < limits.min():  # the usual case: no limit is reached
+        shares = np.full(count, level, dtype=limits.dtype)
+        shares[:rest] += 1
+        return shares
+    ascending = np.sort(limits)
+    # If each limit were the common level: the requests that reach it, and what the others get.
+    above = np.arange(count, 0, -1)
+    below = np.cumsum(ascending) - ascending
+    i = int(np.argmax(below + ascending * above > total))
+    level, rest = divmod(total - int(below[i]), int(above[i]))
+    shares = np.minimum(limits, level)
+    # If less than one each is left, the first rows get it.
+    shares[np.flatnonzero(limits > level)[:rest]] += 1
+    return shares

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gate: decides in the scheduler whether a step drafts, and how.
+
+Three arms: plain decoding, n-gram drafts only, and trees. With t_a the time of a step of arm a and
+y_a the tokens that each request gets from it, the gate takes the arm with the largest rate
+y_a / t_a, and the simpler one at a tie. Both are measured where all ranks meet: t_a between the
+outputs of two steps, which includes the host; y_a from the tokens that requests emitted.
+
+t_a is kept by size class of the batch (1, 2, 3-4, 5-8, ... requests). An arm that a size class has
+never measured is tried at once. Another arm is tried again when the time that two of its steps are
+expected to lose fits an allowance of 1/128 of the time spent, so exploration costs less than 1%.
+
+Knows no vLLM.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from enum import IntEnum
+from statistics import median
+
+# Steps of an arm whose mean is its time. Of fewer than eight the fastest counts: a burst of slow
+# steps may have hit all others, and an arm that looks too good is soon measured better.
+_SAMPLES, _FEW = 12, 8
+# Exploration may lose this share of the time, in trials of two steps at least 16 steps apart. The
+# second step of a trial is the first whose time belongs to its arm alone.
+_ALLOWANCE, _TRIAL, _APART = 1 / 128, 2, 16
+# The first trial of an arm after it was measured does not ask what it loses, after so many steps.
+_FREE, _WAIT = 1, 128
+# Weight of a request's tokens in y, and the most of one step's: y follows the last few dozen tokens.
+_WEIGHT, _MOST_WEIGHT = 0.06, 0.25
+# Steps with drafts from which y of an arm is trusted.
+_TRUSTED = 2
+# A time above this multiple of the median is an outlier: the process may have been stopped.
+_MOST_SLOWER = 2.0
+
+
+class Arm(IntEnum):
+    """What a step ends with; the simpler arm has the smaller number."""
+
+    PLAIN = 0
+    NGRAM = 1
+    TREE = 2
+
+
+class _Yield:
+    """Mean tokens per request and step of one arm."""
+
+    def __init__(self) -> None:
+        self.mean, self.steps = 1.0, 0
+
+    def add(self, tokens: float, num_reqs: int) -> None:
+        self.steps += 1
+        weight = max(1.0 / self.steps, min(_WEIGHT * num_reqs, _MOST_WEIGHT))
+        self.mean += weight * (tokens - self.mean)
+
+
+class Gate:
+    """Decides for one scheduler: `choose` an arm for every step, `observe` every step's output.
+
+    Args:
+        arms: the arms of this engine, ascending; `Arm.PLAIN` is one of them.
+    """
+
+    def __init__(self, arms: Sequence[Arm]) -> None:
+        self.arms = tuple(arms)
+        self.arm = self.arms[-1]
+        self.reason = "no measurement yet"
+        self._yields = {arm: _Yield() for arm in self.arms}
+        self._times: dict[tuple[int, Arm], deque[float]] = {}
+        self._sizes: set[int] = set()
+        # Milliseconds that trials of each arm may lose: a cheap one must not use up another's.
+        self._allowance = dict.fromkeys(self.arms, 0.0)
+        self._since = 0  # steps since the last trial
+        self._trial: tuple[Arm, int] = (Arm.PLAIN, 0)  # and its steps that are left
+        # By arm: trials so far, and the number of the step that took it last.
+        self._trials, self._tried = Counter[Arm](), dict.fromkeys(self.arms, 0)
+        self._steps = 0
+
+    # ---- what steps showed ---------------------------------------------------------------
+
+    def observe(self, arm: Arm, num_reqs: int, tokens: int, ms: float) -> None:
+        """The output of a step without prompt tokens has arrived.
+
+        Args:
+            arm: what the step verified.
+            num_reqs: its requests.
+            tokens: tokens that they emitted.
+            ms: time since the output of the step before; 0 unless that step and this one ended
+                with `arm`, too, or if a prompt was in either.
+        """
+        if arm != Arm.PLAIN and arm in self._yields:
+            self._yields[arm].add(tokens / num_reqs, num_reqs)
+        if not 0.0 < ms < float("inf"):
+            return
+        size = size_class(num_reqs)
+        self._sizes.add(size)
+        times = self._times.setdefault((size, arm), deque(maxlen=_SAMPLES))
+        times.append(ms)
+        share = _ALLOWANCE / max(len(self.arms) - 1, 1)
+        for each in self.arms:
+            self._allowance[each] += share * _typical(times)
+
+    def ms(self, arm: Arm, num_reqs: int) -> float | None:
+        """Milliseconds of a step of `arm` with so many requests; None if they are unknown.
+
+        Where only other size classes measured the arm, the nearest one says how it compares. An arm
+        does all that a simpler one does, so it takes at least as long.
+        """
+        size = size_class(num_reqs)
+        own = self._measured(size)
+        if arm not in own:
+            for other in sorted(self._sizes, key=lambda other: abs(other - size)):
+                there = self._measured(other)
+                both = [a for a in there if a in own]
+                if arm in there and (both or not own):
+                    own[arm] = there[arm] * (own[both[-1]] / there[both[-1]] if both else 1.0)
+                    break
+            else:
+                return None
+        return min(ms for a, ms in own.items() if a >= arm)
+
+    def _measured(self, size: int) -> dict[Arm, float]:
+        """Milliseconds of the arms that a size class has measured."""
+        return {a: _typical(t) for a in self.arms if (t := self._times.get((size, a)))}
+
+    def tokens(self, arm: Arm) -> float:
+        """Tokens that a request gets from a step of `arm`."""
+        return 1.0 if arm == Arm.PLAIN else self._yields[arm].mean
+
+    def gain(self, num_reqs: int) -> float | None:
+        """Measured rate of the arm in use over that of plain decoding; None before both are."""
+        own, plain = self._rate(self.arm, num_reqs), self._rate(Arm.PLAIN, num_reqs)
+        return None if own is None or plain is None else own / plain
+
+    def ngram_tokens(self, num_reqs: int) -> float | None:
+        """Tokens per request from which a step with n-gram drafts alone is as fast as one of trees.
+
+        None where it is unknown.
+        """
+        rate = self._rate(Arm.TREE, num_reqs) if Arm.TREE in self.arms else None
+        ms = self.ms(Arm.NGRAM, num_reqs) if Arm.NGRAM in self.arms else None
+        return None if rate is None or ms is None else rate * ms
+
+    def _rate(self, arm: Arm, num_reqs: int) -> float | None:
+        ms = self.ms(arm, num_reqs)
+        return None if ms is None else self.tokens(arm) / ms
+
+    # ---- the next step -------------------------------------------------------------------
+
+    def choose(self, num_reqs: int) -> Arm:
+        """The arm that the step ends with, for a next step with `num_reqs` requests."""
+        self._steps += 1
+        self._since += 1
+        arm, left = self._trial
+        if left:
+            self._trial = arm, left - 1
+        else:
+            best, trial = self._best(num_reqs), self._explored(num_reqs)
+            arm = best if trial is None else trial
+        self._tried[arm] = self._steps
+        return arm
+
+    def _best(self, num_reqs: int) -> Arm:
+        measured = [(rate, arm) for arm in self.arms if (rate := self._rate(arm, num_reqs))]
+        doubted = [arm for arm in self.arms if arm and self._yields[arm].steps < _TRUSTED]
+        if doubted or not measured:
+            self.arm, self.reason = (doubted or self.arms)[-1], "not measured yet"
+        else:
+            best = max(rate for rate, _ in measured)
+            self.arm = next(arm for rate, arm in measured if rate >= best)
+            self.reason = "fastest"
+        return self.arm
+
+    def _explored(self, num_reqs: int) -> Arm | None:
+        """Another arm, if it is time to try one."""
+        if any(self._yields[arm].steps < _TRUSTED for arm in self.arms if arm):
+            return None
+        others = sorted(set(self.arms) - {self.arm}, key=self._tried.__getitem__)
+        for arm in others:
+            if self.ms(arm, num_reqs) is None and self._since > _TRIAL + 1:
+                return self._begin_trial(arm, _TRIAL + 1)
+        rate = self._rate(self.arm, num_reqs)
+        if self._since < _APART or rate is None:
+            return None
+        for arm in others:
+            ms = self.ms(arm, num_reqs)
+            lost = 0.0 if ms is None else _TRIAL * (ms - self.tokens(arm) / rate)
+            early = self._trials[arm] < _FREE and self._steps - self._tried[arm] >= _WAIT
+            if early or lost <= self._allowance[arm]:
+                self._trials[arm] += 1
+                self._allowance[arm] = max(self._allowance[arm] - max(lost, 0.0), 0.0)
+                return self._begin_trial(arm, _TRIAL)
+        return None
+
+    def _begin_trial(self, arm: Arm, steps: int) -> Arm:
+        self._since, self._trial, self.reason = -steps, (arm, steps - 1), "exploration"
+        return arm
+
+
+def size_class(num_reqs: int) -> int:
+    """0 for one request, 1 for 2, 2 for 3 and 4, 3 for 5 to 8, and so on."""
+    return (max(num_reqs, 1) - 1).bit_length()
+
+
+def _typical(times: Sequence[float]) -> float:
+    """Their mean without outliers; of a few, the smallest."""
+    if len(times) < _FEW:
+        return min(times)
+    most = _MOST_SLOWER * median(times)
+    kept = [ms for ms in times if ms <= most]
+    return sum(kept) / len(kept)
