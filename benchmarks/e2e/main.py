@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from transformers import AutoTokenizer
+from vllm_bastion.policy.cost.devices import device_name
 
 import benchmarks.e2e
 from benchmarks import TINY, parser_of
@@ -40,7 +41,6 @@ from benchmarks.harness.engine import UserEngine
 from benchmarks.pairs import REAL, longer, pair_dtype, pair_folder
 from benchmarks.prompts import DataError, Prompt, load_jsonl
 from benchmarks.provenance import provenance, without_folders
-from vllm_bastion.policy.cost.devices import device_name
 
 # Slots of a context beyond prompts and replies; lengths are rounded up, because vLLM compiles again
 # for each.

@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.decoder import model_runner
 from vllm_bastion.policy.cost.devices import DeviceSpec, known_device
 from vllm_bastion.policy.cost.latency import LatencyModel, LatencyName
 from vllm_bastion.policy.cost.models import make_latency
 from vllm_bastion.policy.cost.paper import CalibratedRoofline, ModelShape, Roofline, calibrate
 from vllm_bastion.policy.cost.table import StepCostTable
+
+from benchmarks.harness.decoder import model_runner
 
 _LOW, _HIGH = (32, 22.0), (1024, 55.9)
 _DRAFTER_MS = 22.0 * 5 / 36

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from vllm_bastion.policy.controller import Batch, Controller, Decision
+from vllm_bastion.policy.cost.latency import LatencyModel
+from vllm_bastion.step_times import StepTimes
 
 from benchmarks.replay.controller import choose_budget
 from benchmarks.replay.simulation import Corpus, Outcome, Policy
 from benchmarks.replay.steps import IntArray, StepTree
-from vllm_bastion.policy.controller import Batch, Controller, Decision
-from vllm_bastion.policy.cost.latency import LatencyModel
-from vllm_bastion.step_times import StepTimes
 
 
 @dataclass

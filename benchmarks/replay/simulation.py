@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import numpy as np
+from vllm_bastion.policy.cost.table import StepCostTable
+from vllm_bastion.step_times import StepTimes
 
 from benchmarks.replay.recording import Recording
 from benchmarks.replay.steps import StepTree, best_first, target_ranks
-from vllm_bastion.policy.cost.table import StepCostTable
-from vllm_bastion.step_times import StepTimes
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.replay.costs import numbers_of, table_of
 from vllm_bastion.policy.cost.table import StepCostTable
+
+from benchmarks.replay.costs import numbers_of, table_of
 
 # Of an engine whose test does not depend on costs: measuring takes longer than all else in it.
 USUAL = numbers_of(StepCostTable.linear(10.0, 0.2, max_rows=512))

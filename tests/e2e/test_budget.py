@@ -7,12 +7,12 @@ from dataclasses import replace
 from statistics import mean
 
 import pytest
+from vllm_bastion.policy.cost.table import StepCostTable
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
 from tests.e2e.costs import given_costs
 from tests.e2e.engines import GAMMA, Batch, Engine
-from vllm_bastion.policy.cost.table import StepCostTable
 
 pytestmark = pytest.mark.e2e
 

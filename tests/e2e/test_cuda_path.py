@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_bastion.policy.cost.table import StepCostTable
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison, answers, assert_winding
@@ -18,7 +19,6 @@ from tests.e2e.costs import given_costs
 from tests.e2e.engines import Batch, Engine, Runner
 from tests.e2e.marks import on_cpu
 from tests.e2e.targets import make_scaled, make_target
-from vllm_bastion.policy.cost.table import StepCostTable
 
 pytestmark = on_cpu("stands in for a GPU", pytest.mark.slow)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from vllm_bastion.policy.cost.table import StepCostTable
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison, leaving_the_chain
@@ -21,7 +22,6 @@ from tests.e2e.drafters import (
 )
 from tests.e2e.engines import GAMMA, ROOT, Batch, Engine, Runner
 from tests.e2e.marks import slow
-from vllm_bastion.policy.cost.table import StepCostTable
 
 pytestmark = pytest.mark.e2e
 PLAIN = Engine(max_num_seqs=3, eager=True)

@@ -30,7 +30,6 @@ _FORWARDS: list[dict[str, Any]] = []
 def watch() -> None:
     """Setup: record every forward pass of the target while step costs are measured."""
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
-
     from vllm_bastion.calibration import engine
 
     measure, route = engine.measure, CPURouter._compute_routing

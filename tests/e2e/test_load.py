@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+from vllm_bastion.policy.cost.table import StepCostTable
 
 from benchmarks import RESULTS
 from benchmarks.replay.costs import from_profile
@@ -12,7 +13,6 @@ from tests.e2e.compare import Comparison
 from tests.e2e.costs import given_costs
 from tests.e2e.engines import GAMMA, Batch, Engine
 from tests.e2e.marks import slow
-from vllm_bastion.policy.cost.table import StepCostTable
 
 pytestmark = pytest.mark.e2e
 

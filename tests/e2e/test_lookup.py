@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_bastion.policy.cost.table import StepCostTable
 
 from benchmarks.random_drafter import write_random
 from tests.e2e import cases
@@ -14,7 +15,6 @@ from tests.e2e.compare import Comparison
 from tests.e2e.costs import given_costs
 from tests.e2e.engines import DRAFTER, Batch, Engine
 from tests.e2e.marks import slow
-from vllm_bastion.policy.cost.table import StepCostTable
 
 pytestmark = pytest.mark.e2e
 PLAIN = Engine(eager=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_bastion.telemetry.recorder import ONLY_COPIES
 
 from benchmarks.random_drafter import write_random
 from tests.e2e import cases
@@ -21,7 +22,6 @@ from tests.e2e.engines import DRAFTER, GAMMA, ON_GPU, Engine, Runner
 from tests.e2e.test_serving import SPECULATIVE, Server, serving
 from tests.soak.server import values
 from vllm_bastion.config import COPY_DEPTH
-from vllm_bastion.telemetry.recorder import ONLY_COPIES
 
 pytestmark = [pytest.mark.e2e]
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
-
-from tests.trees import grow, make_trees
-from vllm_bastion.engine.planning import _with_copies, make_step
-from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.policy.controller import Controller, Decision
 from vllm_bastion.policy.cost.paper import CurveLatency
 from vllm_bastion.policy.cost.table import StepCostTable
 from vllm_bastion.policy.reach import DraftReach
+
+from tests.trees import grow, make_trees
+from vllm_bastion.engine.planning import _with_copies, make_step
+from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.step import Step
 
 NODES, SLOTS, DEPTH = 10, 4, 6

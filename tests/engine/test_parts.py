@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from benchmarks.replay.controller import choose_budget as choose_budget_on_host
-from tests.trees import grow
-from tests.trees import make_trees as trees_of
-from vllm_bastion.carriers import StepReport
-from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.verification import BastionVerificationManager
 from vllm_bastion.policy.controller import Controller
 from vllm_bastion.policy.cost import timing
 from vllm_bastion.policy.cost.models import make_latency
 from vllm_bastion.policy.cost.table import StepCostTable
 from vllm_bastion.policy.host_mirror import HostMirror
+
+from benchmarks.replay.controller import choose_budget as choose_budget_on_host
+from tests.trees import grow
+from tests.trees import make_trees as trees_of
+from vllm_bastion.carriers import StepReport
+from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.policy.trees import Trees
 
 DEPTH, TOP_K, NODES, VOCAB, SLOTS = 4, 3, 10, 32, 5

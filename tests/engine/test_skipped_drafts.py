@@ -11,15 +11,15 @@ import pytest
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+from vllm_bastion.engine.verification import BastionVerificationManager
+from vllm_bastion.policy.controller import Batch, Controller, Decision
+from vllm_bastion.policy.cost.paper import CurveLatency
+from vllm_bastion.policy.cost.table import StepCostTable
 
 from tests.trees import grow, make_trees
 from vllm_bastion.drafters.dflash import BastionSpeculator
 from vllm_bastion.engine.planning import make_step
 from vllm_bastion.engine.runtime import Runtime
-from vllm_bastion.engine.verification import BastionVerificationManager
-from vllm_bastion.policy.controller import Batch, Controller, Decision
-from vllm_bastion.policy.cost.paper import CurveLatency
-from vllm_bastion.policy.cost.table import StepCostTable
 
 NODES, SLOTS = 10, 4
 

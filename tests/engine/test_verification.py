@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from benchmarks.replay.controller import choose_budget as choose_budget_on_host
-from tests.trees import grow, make_trees
-from vllm_bastion.carriers import StepReport
 from vllm_bastion.engine.lagged import LaggedVerificationManager
-from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.verification import BastionVerificationManager
 from vllm_bastion.policy.controller import Batch, Controller, Decision
 from vllm_bastion.policy.cost.latency import StepEstimate
 from vllm_bastion.policy.gains import Gains
+from vllm_bastion.telemetry.recorder import Recorder
+
+from benchmarks.replay.controller import choose_budget as choose_budget_on_host
+from tests.trees import grow, make_trees
+from vllm_bastion.carriers import StepReport
+from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.step import Step
 from vllm_bastion.telemetry.record import StepRecord
-from vllm_bastion.telemetry.recorder import Recorder
 
 DEPTH, NODES, VOCAB, SLOTS = 4, 10, 32, 5
 COST = (4.0 + 0.15 * np.arange(129)).astype(np.float32)

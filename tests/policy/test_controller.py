@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pytest
-
 from vllm_bastion.policy.controller import Batch, Controller
 from vllm_bastion.policy.cost.latency import StepEstimate
 from vllm_bastion.policy.gains import tokens_until

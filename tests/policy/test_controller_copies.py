@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-from tests.policy.test_controller import Buffers, Costs
 from vllm_bastion.policy.controller import Batch, Controller
 from vllm_bastion.policy.cost.latency import StepEstimate
+
+from tests.policy.test_controller import Buffers, Costs
 
 
 def scores_of(*tokens):

@@ -6,7 +6,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-
 from vllm_bastion.policy.controller import Batch, Controller
 from vllm_bastion.policy.cost.corrected import CorrectedLatency
 from vllm_bastion.policy.cost.models import make_latency

@@ -2,7 +2,6 @@
 """How deep the next draft reaches."""
 
 import numpy as np
-
 from vllm_bastion.policy.reach import DraftReach
 
 DEPTH = 15

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
 from vllm_bastion.policy.cost.devices import DeviceSpec, known_device, measure_device
 from vllm_bastion.policy.cost.paper import (
     CalibratedRoofline,

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import numpy as np
-
 from vllm_bastion.policy.shares import even_split, next_wanted, share_placeholders
 
 GAMMA, NODES = 15, 63

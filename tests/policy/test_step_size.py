@@ -3,7 +3,6 @@
 
 import numpy as np
 import pytest
-
 from vllm_bastion.policy.step_size import StepSize
 
 GRAPHS = np.array([1, 2, 4, *range(8, 513, 8)])

@@ -3,7 +3,6 @@
 
 import numpy as np
 import pytest
-
 from vllm_bastion.policy.cost.forward_times import ForwardTimes
 from vllm_bastion.policy.cost.table import StepCostTable, bucket_context, context_bucket
 

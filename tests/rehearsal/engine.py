@@ -120,7 +120,6 @@ def _watch_flight(driver: FakeDriver, errors: list[str]) -> None:
     later: a GPU that still reads it writes wherever the new numbers say.
     """
     import torch
-
     from vllm_bastion.calibration.tree_steps import TreeSteps
 
     begin, ends = TreeSteps.__init__, list[torch.cuda.Event]()

@@ -48,6 +48,7 @@ class Steps:
     def _decide(self) -> None:
         from vllm_bastion.policy.controller import Controller, Decision
         from vllm_bastion.policy.step_size import StepSize
+
         from vllm_bastion.policy.trees import Trees
 
         def decided(controller: Any, batch: Any, costs: Any) -> Decision:

@@ -4,6 +4,8 @@
 import numpy as np
 import pytest
 from synthetic_recording import synthetic_recording
+from vllm_bastion.policy.cost.paper import CurveLatency
+from vllm_bastion.policy.cost.table import StepCostTable
 
 from benchmarks import RESULTS
 from benchmarks.replay.costs import from_profile, paper_a100
@@ -12,8 +14,6 @@ from benchmarks.replay.recording import load_recording
 from benchmarks.replay.simulation import Corpus, Truth, simulate
 from benchmarks.replay.steps import best_first, target_ranks
 from benchmarks.replay.studies import change_study, gate_study
-from vllm_bastion.policy.cost.paper import CurveLatency
-from vllm_bastion.policy.cost.table import StepCostTable
 
 
 def test_a_parent_comes_before_its_child_of_equal_score():

@@ -37,7 +37,9 @@ class Machine:
         self._outputs: list[tuple[Arm, int, int, float]] = []
         self.time = self.emitted = 0.0
 
-    def run(self, steps: int, reqs: int = 1, slow: Callable[[int], float] = lambda i: 1.0) -> Counter:
+    def run(
+        self, steps: int, reqs: int = 1, slow: Callable[[int], float] = lambda i: 1.0
+    ) -> Counter:
         """Decode; returns how often each arm was chosen. slow: factor on a step's time."""
         chosen: Counter[Arm] = Counter()
         for i in range(steps):
@@ -80,7 +82,9 @@ def flat(**ms: float) -> Costs:
 )
 def test_takes_the_faster_arm(lag: int, tree_ms: float, tree_tokens: float, best: Arm) -> None:
     gate = Gate(BOTH)
-    machine = Machine(gate, flat(plain=1.0, tree=tree_ms), {Arm.PLAIN: 1.0, Arm.TREE: tree_tokens}, lag=lag)
+    machine = Machine(
+        gate, flat(plain=1.0, tree=tree_ms), {Arm.PLAIN: 1.0, Arm.TREE: tree_tokens}, lag=lag
+    )
     machine.run(200)
     machine.time = machine.emitted = 0.0
     chosen = machine.run(2000)

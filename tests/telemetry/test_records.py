@@ -15,6 +15,7 @@ from typing import Any
 import prometheus_client
 import pytest
 from registries import registered
+from vllm_bastion.telemetry.recorder import NO_TREE, Recorder
 
 from vllm_bastion.telemetry.collector import Collector
 from vllm_bastion.telemetry.drafter_fit import BARREN_TREES, TREES, DrafterFit
@@ -28,7 +29,6 @@ from vllm_bastion.telemetry.record import (
     bucket_of,
     drafted,
 )
-from vllm_bastion.telemetry.recorder import NO_TREE, Recorder
 from vllm_bastion.telemetry.text import interval_line
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,11 +11,11 @@ import pytest
 from registries import registered
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm_bastion.telemetry.recorder import Recorder
 
 from vllm_bastion.carriers import SchedulerState
 from vllm_bastion.hooks import telemetry
 from vllm_bastion.telemetry.record import Totals
-from vllm_bastion.telemetry.recorder import Recorder
 
 
 @pytest.mark.parametrize("requests", [1, 12])

@@ -283,7 +283,6 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         if self.lagged and self.trees.budget is None:
             self._earlier.copy(slots if step.grows else slots[:0], input_batch.idx_mapping)
 
-
     # ---- the step's data for other adapters --------------------------------------------
 
     @property

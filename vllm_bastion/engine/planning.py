@@ -19,9 +19,7 @@ from vllm_bastion.scheduler.gate import Arm
 from vllm_bastion.step import Step
 
 
-def make_step(
-    runtime: Runtime, batch: InputBatch, *, always_binds: bool, for_trees: bool
-) -> Step:
+def make_step(runtime: Runtime, batch: InputBatch, *, always_binds: bool, for_trees: bool) -> Step:
     """The record of `batch`.
 
     Args:

@@ -102,7 +102,9 @@ def _time_on_cpu(runner: Any) -> tuple[Curve, Curve]:
     manager = runner.adaptive_verification
     manager._cudagraph_limit = 1  # costs between two sizes are interpolated
     rows = [n for n in _ROWS if n <= min(runner.max_num_tokens, manager.max_total_logits)]
-    most_reqs = min(runner.max_num_reqs, runner.max_num_tokens // runner.speculator.num_query_per_req)
+    most_reqs = min(
+        runner.max_num_reqs, runner.max_num_tokens // runner.speculator.num_query_per_req
+    )
     reqs = [n for n in _REQUESTS if n <= max(most_reqs, 1)]
 
     def forward(size: int) -> float:
@@ -179,7 +181,9 @@ def _heads(runner: Any, sizes: Sequence[int]) -> Callable[[int], float]:
     for rows in few:
         hidden, marks = head_input(runner, rows), []
         for _ in range(1 + _RUNS):
-            marks.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            marks.append(
+                (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            )
             marks[-1][0].record()
             runner.model.compute_logits(hidden)
             marks[-1][1].record()

@@ -16,7 +16,6 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from vllm_bastion.carriers import RequestState
 from vllm_bastion.config import bastion_config
-from vllm_bastion.hooks.sessions import takes_chunk
 
 # Not a name of the W3C's trace context, so readers of that ignore it.
 _HEADER = "vllm-bastion"

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from vllm_bastion import envs
 from vllm_bastion.config import bastion_config
 from vllm_bastion.hooks.ledger import BASTION_WORKER, Hook
 from vllm_bastion.platform import current_host
@@ -94,8 +93,8 @@ def dummy_sampler_run(original: Callable[..., Any], self: Any, hidden_states: An
     original(self, hidden_states)
     if bastion_config(self.vllm_config) is None or not current_host().runs_ahead:
         return
-    from vllm_bastion.engine.profile import head_input
     from vllm_bastion.engine.limits import max_verified_rows
+    from vllm_bastion.engine.profile import head_input
 
     logits = self.model.compute_logits(head_input(self, max_verified_rows(self.vllm_config)))
     torch.empty_like(logits, dtype=torch.float32)

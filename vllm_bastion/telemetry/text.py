@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from vllm_bastion.telemetry.record import Totals
 
-
 # Of steps that decode.
 _KINDS = ("tree", "chain", "n-gram", "plain")
 
