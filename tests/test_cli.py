@@ -143,9 +143,7 @@ def test_show_checks_its_arguments_first(cache, tmp_path, monkeypatch, capsys, o
     ("command", "reason"),
     [
         (["calibrate", "T", "D", "--out", "no/folder/p.json"], "--out: there is no folder"),
-        (["explain", "T", "D", "--page", "no/folder/p.html"], "--page: there is no folder"),
-        (["explain", "T", "D", "--tokens", "0"], "--tokens must be at least 1, got 0"),
-        (["explain", "T", "D", "--prompt", ""], "--prompt must not be empty"),
+        (["page", "localhost:8000"], '"localhost:8000" is no address of a server'),
     ],
 )
 def test_arguments_are_checked_before_an_engine_starts(

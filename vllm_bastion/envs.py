@@ -23,9 +23,6 @@ VARIABLES: dict[str, str] = {
         "0: steps are not recorded, so there are no metrics of trees and no warnings about the "
         "drafter (default 1)"
     ),
-    "VLLM_BASTION_PAGE": (
-        "`1` serves `GET /bastion`, a live page that shows text of requests (default: no page)"
-    ),
 }
 
 
@@ -62,13 +59,3 @@ def uses_modelscope() -> bool:
 def quiet() -> None:
     """Let vLLM show only errors once it is configured, unless the user has set its level."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-
-
-def page_enabled() -> bool:
-    """Whether the server has the page, and workers may show text of requests to it."""
-    return os.environ.get("VLLM_BASTION_PAGE", "0") not in ("", "0")
-
-
-def enable_page() -> None:
-    """Set the variable for this process and the engine's processes that it starts."""
-    os.environ["VLLM_BASTION_PAGE"] = "1"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-bastion check | calibrate | show | explain`; `python -m vllm_bastion` is the same command.
+"""`vllm-bastion check | calibrate | show | page`; `python -m vllm_bastion` is the same command.
 
 This module imports no vLLM: `show` works beside any vLLM, or none. The other commands import it
 when they run.
@@ -18,12 +18,13 @@ from vllm_bastion.checkpoints import files
 from vllm_bastion.cli.curves import check_context, check_matplotlib, curves, draw_png, draw_text
 from vllm_bastion.cli.profile import conclusion, newest_profile, profile_text, table_text
 from vllm_bastion.logger import quiet
+from vllm_bastion.page import DEFAULT_URL, serve
 from vllm_bastion.policy.cost.store import ProfileError, read_profile
 
 _DESCRIPTION = "Check, measure and explain engines that decode with draft trees."
 _PASSED_ON = "[vLLM options]: all others go to vLLM, for example --tensor-parallel-size 2."
 # Commands that pass unknown options on to vLLM.
-_WITH_ENGINE = ("check", "calibrate", "explain")
+_WITH_ENGINE = ("check", "calibrate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,21 +68,10 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument(
         "--out", type=Path, help="file to write; default: one in the cache, which starts then read"
     )
-    explain = engine_command(
-        "explain", _explain, "decode prompts offline and write what happened as a page"
-    )
-    explain.add_argument(
-        "--prompt", action="append", help="may be repeated; default: a question about an algorithm"
-    )
-    explain.add_argument(
-        "--tokens", type=int, default=128, help="to emit for each prompt; default: %(default)s"
-    )
-    explain.add_argument(
-        "--page",
-        type=Path,
-        default=Path("bastion.html"),
-        help="file to write; default: %(default)s",
-    )
+    page = commands.add_parser("page", help="show a server's metrics as a live page")
+    page.add_argument("url", nargs="?", default=DEFAULT_URL, help="default: %(default)s")
+    page.add_argument("--port", type=int, default=0, help="of the page; default: a free one")
+    page.set_defaults(run=lambda arguments, _: serve(arguments.url, arguments.port))
     show = commands.add_parser("show", help="print a profile, and draw C(N) and the break-even")
     show.add_argument(
         "profile", type=Path, nargs="?", help="a file; default: the newest in the cache"
@@ -112,29 +102,6 @@ def _calibrate(arguments: argparse.Namespace, engine_args: list[str]) -> int:
 
     profile, path = calibrate(arguments.target, arguments.drafter, arguments.out, engine_args)
     print(f"\n{conclusion(profile)}\n\nProfile: {path}")
-    return 0
-
-
-def _explain(arguments: argparse.Namespace, engine_args: list[str]) -> int:
-    if arguments.tokens < 1:
-        raise ValueError(f"--tokens must be at least 1, got {arguments.tokens}")
-    if "" in (arguments.prompt or ()):
-        raise ValueError("--prompt must not be empty")
-    _check_file("--page", arguments.page)
-    if not _would_start(arguments, engine_args):
-        return 1
-    from vllm_bastion.cli.explain import PROMPTS, explain
-    from vllm_bastion.page.document import with_data
-
-    snapshots, _ = explain(
-        arguments.target,
-        arguments.drafter,
-        arguments.prompt or PROMPTS,
-        arguments.tokens,
-        engine_args,
-    )
-    arguments.page.write_text(with_data(snapshots), encoding="utf-8")
-    print(f"Page: {arguments.page}")
     return 0
 
 

@@ -23,7 +23,6 @@ from vllm_bastion.policy.trees import Trees
 from vllm_bastion.step import Step
 from vllm_bastion.step_times import StepTimes
 from vllm_bastion.telemetry.recorder import Recorder
-from vllm_bastion.telemetry.seen_trees import SeenTrees
 
 # Steps that the controller learns from at once. A forward pass evicts this code from a CPU's
 # caches: on the tiny pair, learning took 17 us a step with four at once, and 30 us one by one.
@@ -77,8 +76,6 @@ class Runtime:
     # [2, 3] of the step that was sampled last, see `Copies.count_sources`; its copy from the device
     # may be in flight. None without lookup.
     sources: np.ndarray | None = None
-    # Trees that the page shows; None without it.
-    seen: SeenTrees | None = None
     # Whether a draft is announced a step early: with async scheduling.
     announces_early: bool = False
     # The step that is being prepared, as the scheduler sent it (None outside `execute_model`, and

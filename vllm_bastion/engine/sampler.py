@@ -32,7 +32,6 @@ from vllm_bastion.config import BastionSpeculativeConfig, is_lagged
 from vllm_bastion.engine.logprobs import PathLogprobs
 from vllm_bastion.engine.processors import follow_ancestors, has_unknown
 from vllm_bastion.engine.runtime import Runtime
-from vllm_bastion.engine.seen import keep_tree
 from vllm_bastion.platform import current_host
 
 
@@ -108,9 +107,6 @@ class TreeRejectionSampler(RejectionSampler):
                     self.trees.path[: input_batch.num_reqs],
                 )
             )
-        seen = self.runtime.seen
-        if seen is not None and seen.wanted():
-            keep_tree(seen, self.trees, input_batch, node_ids, sampled, num_sampled)
         return SamplerOutput(
             sampled_token_ids=sampled,
             logprobs_tensors=self._logprobs.tensors(),

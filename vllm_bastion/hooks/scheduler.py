@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
@@ -36,9 +37,7 @@ from vllm_bastion.config import (
     request_budget,
 )
 from vllm_bastion.hooks.grammar import attach_plan
-from vllm_bastion.hooks.sessions import send_endings
 from vllm_bastion.hooks.telemetry import collect
-from vllm_bastion.hooks.tracing import count_for_span
 
 # Requests that wait for something other than tokens and the KV cache.
 _UNREADY = (
@@ -57,6 +56,23 @@ class TreeSpecDecodingStats(SpecDecodingStats):
         within_depths = min(num_draft_tokens, self.num_spec_tokens)
         super().observe_draft(within_depths, num_accepted_tokens)
         self.num_draft_tokens += num_draft_tokens - within_depths
+
+
+class TreeRequestMetrics(RequestSpecDecodeMetrics):
+    """vLLM's metrics of one request: drafted tokens are nodes, and the histogram is over depths."""
+
+    def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
+        """Count a step of the request, unless it verified none of its nodes."""
+        if num_draft_tokens > 0:
+            super().observe(num_draft_tokens, num_accepted, detailed)
+
+
+def add_request(original: Callable[..., Any], self: Any, request: Any) -> None:
+    """Let `--per-request-spec-decode-metrics` count trees."""
+    original(self, request)
+    spec_config = bastion_config(self.vllm_config)
+    if spec_config is not None and request.spec_decode_metrics is not None:
+        request.spec_decode_metrics = TreeRequestMetrics.new(spec_config.max_chain_tokens)
 
 
 def make_spec_decoding_stats(
@@ -113,7 +129,6 @@ def update_from_output(
             if request is not None:
                 longest = max(longest, request.num_tokens)
                 nodes = verified.get(request_id, 0)
-                count_for_span(self, request, nodes, model_runner_output)
                 wanted = next_wanted(nodes, spec_config.bastion_gamma)
                 RequestState.ensure(request).wanted_placeholders = wanted
         # Nodes that a grammar rejected before verification are already counted.
@@ -123,8 +138,6 @@ def update_from_output(
             for request_id, tokens in scheduler_output.scheduled_spec_decode_tokens.items()
         }
     outputs = original(self, scheduler_output, model_runner_output)
-    if spec_config is not None:
-        send_endings(self, outputs)
     if spec_config is not None and report is not None and report.step is not None:
         collect(self, state, report.step, longest, outputs)
     return outputs
@@ -319,9 +332,6 @@ def _waiting(scheduler: Any) -> Iterator[Any]:
     running = len(scheduler.running)
     if state.blocked_for > 0 and state.blocked_at is not None and running >= state.blocked_at:
         return iter(())
-    # Sessions that wait for their user keep their seats.
-    waits_for_user = RequestStatus.WAITING_FOR_STREAMING_REQ
-    seats = scheduler.max_num_active_reqs - running - scheduler.num_waiting_for_streaming_input
-    holding = (r for r in scheduler.kv_holding_waiting if r.status != waits_for_user)
+    seats = scheduler.max_num_active_reqs - running
     others = scheduler.waiting if scheduler.pause_state == PauseState.UNPAUSED else ()
-    return islice(chain(holding, others), max(seats, 0))
+    return islice(chain(scheduler.kv_holding_waiting, others), max(seats, 0))

@@ -139,16 +139,3 @@ def stat_logger_manager_init(
     # With several API servers vLLM logs no line: each of them sees a part of the statistics.
     writes_lines = kwargs.get("enable_default_loggers", True) and kwargs.get("client_count", 1) == 1
     self.stat_loggers.insert(0, BastionStatLogger(found[0], writes_lines=writes_lines))
-
-
-def worker_snapshot(worker: Any) -> dict[str, Any] | None:
-    """What this worker has recorded since it started, see `Recorder.snapshot`; None without it.
-
-    A method of vLLM's workers, `bastion_snapshot`, for `collective_rpc`.
-    """
-    from vllm_bastion.engine.runtime import runtime_of
-
-    if bastion_config(worker.vllm_config) is None:
-        return None
-    recorder = runtime_of(worker.vllm_config).recorder
-    return None if recorder is None else recorder.snapshot()

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from vllm_bastion import envs
 from vllm_bastion.config import bastion_config
 from vllm_bastion.hooks.ledger import BASTION_WORKER, Hook
 from vllm_bastion.platform import current_host
@@ -115,8 +114,4 @@ def warm_up(original: Callable[..., Any], self: Any) -> Any:
     dummy_tree_step(runner, runner.decode_query_len)
     times = original(self)
     calibrate(runner)
-    if envs.page_enabled():
-        from vllm_bastion.engine.seen import show_to_page
-
-        show_to_page(self.vllm_config)
     return times

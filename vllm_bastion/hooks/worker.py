@@ -43,11 +43,6 @@ def install_adapters(vllm_config: Any) -> None:
         if hook.target.partition(":")[0] == _CPU_WORKER and _CPU_WORKER not in sys.modules:
             continue  # importing the CPU worker patches torch
         hook.install()
-    from vllm.v1.worker.gpu_worker import Worker
-
-    from vllm_bastion.hooks.telemetry import worker_snapshot
-
-    Worker.bastion_snapshot = worker_snapshot
 
 
 def execute_dummy_batch(original: Callable[..., None], self: Any) -> None:

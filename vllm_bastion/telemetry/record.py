@@ -108,8 +108,6 @@ class Totals:
     yielded: float = 0.0
     plain_ms: float = 0.0
     step_ms: float = 0.0
-    # Tokens that decoding steps emit, before `max_tokens` cuts any.
-    tokens: int = 0
     # (kind, power of two not below the rows) -> steps, predicted and measured milliseconds
     times: dict[tuple[str, int], tuple[int, float, float]] = field(default_factory=dict)
     now: dict[str, float] = field(default_factory=dict)
@@ -127,7 +125,6 @@ class Totals:
             self.trees_by_depth[depth] += trees
         self.trees += len(nodes)
         self.nodes += sum(nodes)
-        self.tokens += sum([step.requests for step in steps]) + sum(accepted)
         self.accepted += sum(accepted)
         self.promised += sum([step.promised for step in steps])
         self.yielded += sum([step.yielded for step in steps])
@@ -199,7 +196,7 @@ class Totals:
 
 # Fields of `Totals` that are added up.
 _NUMBERS = (
-    "trees", "nodes", "accepted", "promised", "yielded", "plain_ms", "step_ms", "tokens",
+    "trees", "nodes", "accepted", "promised", "yielded", "plain_ms", "step_ms",
 )  # fmt: skip
 
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from threading import Lock
-from typing import Any
 
-from vllm_bastion.telemetry.record import MOST_PENDING, PERIOD, StepRecord, StepTime, Totals
+from vllm_bastion.telemetry.record import PERIOD, StepRecord, StepTime
 
 # Why a plain step has no drafts although the gate allowed them: a new or preempted request; no room
 # for drafts in vLLM's schedule; or the step was scheduled before the gate decided.
@@ -39,19 +36,12 @@ class Recorder:
         self.kind = kind
         self._latest, self._clock = latest, clock
         self._next_latest = -math.inf
-        self._totals = Totals()
-        # Finished records that are not in the totals yet; `_adding` guards the totals.
-        self._pending: deque[StepRecord] = deque()
-        self._adding = Lock()
-        # Further parts of a snapshot; called only when one is made.
-        self.details: dict[str, Callable[[], Any]] = {}
         # Two reasons each for the current and the next step: for drafts, and for a plain step.
         self._reason, self._plain_reason = self._next_reasons = always, NO_TREE
         # The decisions about the current and the next step: number of requests, and a plain step's
         # cost.
         self._decided = self._next = (0, math.inf)
         self._step = StepRecord()
-        self._requests = 0  # of the step that ended last
 
     def decided(
         self, drafts: bool, reason: str, num_reqs: int, plain_ms: float, *, looks_up: bool = False
@@ -86,7 +76,6 @@ class Recorder:
         """
         step = self._step
         step.requests, step.rows = requests, rows
-        self._requests = requests
         if nodes:
             step.kind, step.reason = self.kind, self._reason
         elif requests:
@@ -119,14 +108,11 @@ class Recorder:
             step.now = self._latest()
         return step
 
+    @staticmethod
     def finish(
-        self,
-        step: StepRecord,
-        nodes: list[int],
-        accepted: list[int],
-        sources: Sequence[int] = (),
+        step: StepRecord, nodes: list[int], accepted: list[int], sources: Sequence[int] = ()
     ) -> None:
-        """Complete a record with what its output shows, and add it to the totals.
+        """Complete a record with what its output shows. Runs on the output's thread.
 
         Args:
             nodes: [T] nodes verified of each request that verified any.
@@ -136,33 +122,3 @@ class Recorder:
         step.nodes, step.accepted, step.sources = nodes, accepted, sources
         if nodes:
             step.plain_ms *= 1.0 + sum(accepted) / step.requests
-        self._pending.append(step)
-        if len(self._pending) >= MOST_PENDING:
-            self._add_pending()
-
-    @property
-    def totals(self) -> Totals:
-        """Sums over all finished steps."""
-        self._add_pending()
-        return self._totals
-
-    def _add_pending(self) -> None:
-        with self._adding:
-            pending = self._pending
-            self._totals.add([pending.popleft() for _ in range(len(pending))])
-
-    def snapshot(self) -> dict[str, Any]:
-        """Everything since the worker started, for a page: `Totals.to_plain` and more."""
-        self._add_pending()
-        with self._adding:  # the output's thread may add to the totals meanwhile
-            totals = self._totals
-            plain = {
-                **totals.to_plain(),
-                "accepted_by_depth": totals.accepted_by_depth,
-                "gain": totals.gain,
-            }
-        return {
-            **plain,
-            "requests": self._requests,
-            **{name: details() for name, details in self.details.items()},
-        }
