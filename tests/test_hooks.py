@@ -37,7 +37,6 @@ from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.hooks import HookError, scheduler, wrap
 from vllm_bastion.hooks.gated_delta import GATED_DELTA_HOOKS
 from vllm_bastion.hooks.runner import RUNNER_HOOKS, execute_model
-from vllm_bastion.hooks.server import SERVER_HOOKS
 from vllm_bastion.hooks.warm_up import WARM_UP_HOOKS
 from vllm_bastion.versions import capabilities_of
 
@@ -51,7 +50,7 @@ def _registered() -> None:
 
 # --- the contract -----------------------------------------------------------------------------
 
-LEDGER = (*hooks.HOOKS, *RUNNER_HOOKS, *WARM_UP_HOOKS, *GATED_DELTA_HOOKS, *SERVER_HOOKS)
+LEDGER = (*hooks.HOOKS, *RUNNER_HOOKS, *WARM_UP_HOOKS, *GATED_DELTA_HOOKS)
 VERSIONS = [capabilities_of(version) for version in ("0.32", "0.33")]
 
 
@@ -185,8 +184,7 @@ def _settings(budget: int | str = "adaptive") -> BastionSpeculativeConfig:
 
 
 def _engine_with(settings: Any) -> Any:
-    untraced = SimpleNamespace(otlp_traces_endpoint=None)
-    return SimpleNamespace(speculative_config=settings, observability_config=untraced)
+    return SimpleNamespace(speculative_config=settings)
 
 
 class Core:
@@ -201,7 +199,7 @@ class Core:
         self.running = list(requests.values())
         self.waiting: list[Any] = []
         self.kv_holding_waiting: list[Any] = []
-        self.pause_state, self.num_waiting_for_streaming_input = PauseState.UNPAUSED, 0
+        self.pause_state = PauseState.UNPAUSED
         self.max_num_scheduled_tokens = 2048
         self.max_num_running_reqs = self.max_num_active_reqs = 4096
         self.scheduler_config = SimpleNamespace(

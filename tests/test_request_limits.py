@@ -93,3 +93,16 @@ def test_trees_take_what_vllm_refuses_with_other_methods(given: dict[str, Any]) 
     params._validate_spec_decode(None)
     with pytest.raises(VLLMValidationError, match="not yet supported with speculative"):
         params._validate_spec_decode(object.__new__(SpeculativeConfig))
+
+
+def test_streaming_input_sessions_are_refused_in_one_sentence() -> None:
+    """Other methods' are vLLM's own affair."""
+    ours = SimpleNamespace(speculative_config=object.__new__(BastionSpeculativeConfig))
+    made = SimpleNamespace(sampling_params=None)
+    for config in (ours, SimpleNamespace(speculative_config=None)):
+        processor = SimpleNamespace(vllm_config=config)
+        assert requests.process_inputs(lambda *_, **__: made, processor, resumable=False) is made
+    assert requests.process_inputs(lambda *_, **__: made, processor, resumable=True) is made
+    processor = SimpleNamespace(vllm_config=ours)
+    with pytest.raises(VLLMValidationError, match="sessions are not served with method"):
+        requests.process_inputs(lambda *_, **__: made, processor, resumable=True)

@@ -100,15 +100,6 @@ def test_a_new_request(loop: Loop) -> None:
     assert loop.comes_in("new")
 
 
-def test_the_next_chunk_of_a_session(loop: Loop) -> None:
-    """It has KV blocks, so vLLM keeps it in a queue of its own."""
-    session = loop.add("session", resumable=True)
-    while session.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
-        loop.step()
-    loop.add("session", resumable=True)
-    assert loop.comes_in("session")
-
-
 def test_a_request_whose_grammar_was_compiled_meanwhile(loop: Loop) -> None:
     request: Any = loop.add("grammar")
     request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR

@@ -130,10 +130,6 @@ class SchedulerState(Carrier):
     """Steps for which this is believed: something else may have held them up."""
     collector: Collector | None = None
     """Adds up the records of steps; None before the first."""
-    ended: dict[str, None] = field(default_factory=dict)
-    """Ids of streaming-input sessions that were ended here; chunks may be on their way."""
-    endings: list[tuple[int, str, str]] = field(default_factory=list)
-    """Client, request id and reason of ended sessions whose client has not been told yet."""
 
 
 @dataclass
@@ -142,10 +138,6 @@ class RequestState(Carrier):
 
     grammar_tree: GrammarTree | None = None
     """Its latest drafts, if it has a grammar."""
-    trees: int = 0
-    """Trees that were verified, their nodes, and draft tokens accepted; only if it is traced."""
-    nodes: int = 0
-    accepted: int = 0
 
 
 @dataclass

@@ -20,9 +20,6 @@ VARIABLES: dict[str, str] = {
         "0: steps are not recorded, so there are no metrics of trees and no warnings about the "
         "drafter (default 1)"
     ),
-    "VLLM_BASTION_PAGE": (
-        "`1` serves `GET /bastion`, a live page that shows text of requests (default: no page)"
-    ),
 }
 
 
@@ -54,8 +51,3 @@ def cache_dir() -> Path:
 def quiet() -> None:
     """Let vLLM show only errors once it is configured, unless the user has set its level."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-
-
-def page_enabled() -> bool:
-    """Whether the server has the page, and workers may show text of requests to it."""
-    return os.environ.get("VLLM_BASTION_PAGE", "0") not in ("", "0")

@@ -332,7 +332,7 @@ hooks/scheduler.py
       prefill_schedule_interval
   SCHED.scheduler:Scheduler @names dynamic_sd_lookup kv_holding_waiting log_stats
       max_num_active_reqs max_num_running_reqs max_num_scheduled_tokens num_spec_tokens
-      num_waiting_for_streaming_input pause_state requests running scheduler_config
+      pause_state requests running scheduler_config
       structured_output_manager vllm_config waiting
   SCHED.scheduler:Scheduler.__init__ @why the hooks read these
     @body self.vllm_config = vllm_config … self.log_stats … self.requests
@@ -355,30 +355,16 @@ hooks/scheduler.py
   vllm.v1.request:Request @names is_finished is_prefill_chunk num_computed_tokens
       num_output_placeholders num_tokens request_id spec_token_ids structured_output_request
       use_structured_output
+  vllm.v1.metrics.stats:RequestSpecDecodeMetrics @calls new(num_spec_tokens); observe(self,
+      num_draft_tokens, num_accepted, detailed)
+  SCHED.scheduler:Scheduler.add_request @why a request gets its metrics here
+    @body request.spec_decode_metrics = RequestSpecDecodeMetrics.new(
   vllm.v1.spec_decode.metrics:SpecDecodingProm.__init__ @why one counter for each of these
     @body speculative_config.num_speculative_tokens
   vllm.v1.spec_decode.metrics:SpecDecodingStats @names new num_accepted_tokens_per_pos
       num_draft_tokens num_drafts num_spec_tokens observe_draft
   vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager @names block_size req_to_blocks
   vllm.v1.core.kv_cache_manager:KVCacheManager @names block_pool coordinator
-hooks/sessions.py
-  SCHED.scheduler:Scheduler._handle_stopped_request @why a session goes on from here, and its next
-      chunk is the queue's first
-    @body if not request.resumable: … request.num_computed_tokens - request.num_output_placeholders
-      … request.streaming_queue.popleft()
-  SCHED.scheduler:Scheduler._update_request_as_session @why all tokens but the last are kept, and
-      the chunk follows
-    @body session._output_token_ids.clear() … update.prompt_token_ids
-  SCHED.scheduler:Scheduler @calls finish_requests(self, request_ids, finished_status)
-    @names has_mamba_layers max_model_len requests
-  vllm.v1.request:Request @names client_index num_computed_tokens num_output_placeholders num_tokens
-      resumable streaming_queue
-  vllm.v1.engine.output_processor:OutputProcessor @names request_states
-  vllm.v1.engine.output_processor:RequestState @names queue streaming_input
-  vllm.v1.engine.output_processor:RequestOutputCollector @calls close(self)
-hooks/sessions.py hooks/tracing.py
-  SCHED.scheduler:Scheduler.add_request @why a chunk waits in the queue, or its session goes on
-    @body RequestStatus.WAITING_FOR_STREAMING_REQ … streaming_queue.append(update)
 hooks/telemetry.py
   vllm.v1.metrics.loggers:PrometheusStatLogger @names _counter_cls _gauge_cls _histogram_cls
       per_engine_labelvalues
@@ -388,16 +374,6 @@ hooks/telemetry.py
       the others see the statistics
     @body for stat_logger in self.stat_loggers: … stat_logger.record(
   vllm.v1.metrics.stats:SchedulerStats @names kv_connector_stats
-hooks/tracing.py
-  vllm.v1.metrics.stats:RequestSpecDecodeMetrics @calls new(num_spec_tokens); observe(self,
-      num_draft_tokens, num_accepted, detailed)
-  SCHED.scheduler:Scheduler.add_request @why a request gets its metrics here
-    @body request.spec_decode_metrics = RequestSpecDecodeMetrics.new(
-  SCHED.scheduler:Scheduler.update_from_output @why a request's headers travel with its outputs
-    @body trace_headers=request.trace_headers
-  vllm.v1.engine.output_processor:OutputProcessor.do_tracing @why the span's attributes are given by
-      name
-    @body engine_core_output.trace_headers … attributes=attributes
 hooks/weights.py
   vllm.v1.worker.gpu_worker:Worker @calls get_draft_model(self)
     @names _weight_update_active _weight_update_is_draft model_runner vllm_config

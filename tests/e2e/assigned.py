@@ -14,7 +14,6 @@ from vllm_bastion.hooks import HOOKS
 from vllm_bastion.hooks.gated_delta import GATED_DELTA_HOOKS
 from vllm_bastion.hooks.ledger import BASTION_WORKER, NATIVE_WORKER, Change
 from vllm_bastion.hooks.runner import RUNNER_HOOKS
-from vllm_bastion.hooks.server import SERVER_HOOKS
 from vllm_bastion.hooks.warm_up import WARM_UP_HOOKS
 
 _DRAFTER = "vllm.model_executor.models.qwen3_dflash"
@@ -74,13 +73,6 @@ _ATTRIBUTES = (
         what="`cpu.linear` registers its matrix products",
         upstream="a product for few rows in vLLM",
         when=_CPU_DRAFTER,
-    ),
-    Change(
-        target="vllm.v1.worker.gpu_worker:Worker.bastion_snapshot",
-        why="a page or a tool asks a running worker what it has recorded",
-        what="`hooks.worker` adds `hooks.telemetry.worker_snapshot`, for `collective_rpc`",
-        upstream="a worker extension for plugins",
-        when=BASTION_WORKER,
     ),
 )
 _OBJECTS = (
@@ -230,5 +222,5 @@ def native_kernels() -> Iterator[Change]:
 
 
 def every_change() -> tuple[Change, ...]:
-    hooks = (*HOOKS, *RUNNER_HOOKS, *WARM_UP_HOOKS, *GATED_DELTA_HOOKS, *SERVER_HOOKS)
+    hooks = (*HOOKS, *RUNNER_HOOKS, *WARM_UP_HOOKS, *GATED_DELTA_HOOKS)
     return (*hooks, *ASSIGNED, *native_kernels())

@@ -25,9 +25,8 @@ def work(spec: dict[str, Any], log: str) -> dict[str, Any]:
 
     Returns:
         `{"info": ..., "batches": [...]}`; with `spec["offline"]` the result of `offline.generate`;
-        with `spec["sessions"]` that of `sessions.run`; with `spec["command"]` what `vllm` prints
-        for these words, as `{"output": "..."}`. And `cpu_s`, the CPU seconds of this process and
-        its children.
+        with `spec["command"]` what `vllm` prints for these words, as `{"output": "..."}`. And
+        `cpu_s`, the CPU seconds of this process and its children.
     """
     before = _cpu_s()
     if spec.get("images"):
@@ -62,10 +61,6 @@ def _run(spec: dict[str, Any]) -> dict[str, Any]:
         from tests.e2e.offline import generate
 
         return generate(spec)
-    if "sessions" in spec:
-        from tests.e2e.sessions import run
-
-        return run(spec)
     from tests.e2e.session import Session
 
     method = engine.get("speculative_config", {}).get("method", "bastion")

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import prometheus_client
@@ -138,8 +137,6 @@ def test_a_step_is_named_by_the_decision_that_was_made_for_it() -> None:
     assert step(1, 0).reason == NO_TREE
     # Costs are unknown for a step with prompts, and for another batch than the decision's.
     assert (step(1, 8, prompt_rows=5).step_ms, step(2, 8).step_ms) == (0.0, 0.0)
-    assert recorder.totals.steps_of("tree") == 5
-    assert Recorder("chain", "fixed budget").totals == Totals()
 
 
 def test_an_engine_without_a_gate_has_its_own_reason() -> None:
@@ -353,26 +350,3 @@ def test_the_line_says_what_happened_and_why() -> None:
     assert interval_line(total(mixed)) == (
         "Bastion: plain steps 100% (does not pay 67%, prompts wait 33%)"
     )
-
-
-def test_a_snapshot_is_whole_while_the_outputs_thread_adds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output's thread adds new reasons while the runner's thread reads the sums."""
-    recorder, to_plain = Recorder("tree", "no gate"), Totals.to_plain
-    others: list[Thread] = []
-
-    def finish_meanwhile(self: Totals) -> dict[str, Any]:
-        others.append(Thread(target=add_many))
-        others[0].start()
-        others[0].join(0.2)  # it waits for the snapshot
-        return to_plain(self)
-
-    def add_many() -> None:
-        for number in range(MOST_PENDING):
-            recorder.finish(StepRecord("plain", f"reason {number}", 1, 1), [], [])
-
-    recorder.finish(StepRecord("plain", "does not pay", 1, 1), [], [])
-    monkeypatch.setattr(Totals, "to_plain", finish_meanwhile)
-    assert recorder.snapshot()["steps"] == [["plain", "does not pay", 1]]
-    others[0].join()
-    monkeypatch.undo()
-    assert len(recorder.snapshot()["steps"]) == 1 + MOST_PENDING

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-bastion check`; `python -m vllm_bastion` is the same command.
+"""`vllm-bastion check | page`; `python -m vllm_bastion` is the same command.
 
 This module imports no vLLM, so that a missing or broken one is told in one sentence.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from vllm_bastion import __version__, compat, envs
 from vllm_bastion.logger import quiet
+from vllm_bastion.page import DEFAULT_URL, serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,6 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     check.add_argument("target", help="target model: name or folder")
     check.add_argument("drafter", help="drafter of that target: name or folder")
     check.set_defaults(run=_check)
+    page = commands.add_parser("page", help="show a server's metrics as a live page")
+    page.add_argument("url", nargs="?", default=DEFAULT_URL, help="default: %(default)s")
+    page.add_argument("--port", type=int, default=0, help="of the page; default: a free one")
+    page.set_defaults(run=lambda arguments, _: serve(arguments.url, arguments.port))
     arguments, rest = parser.parse_known_args(argv)
     if rest and arguments.command != "check":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ledger: what this package changes in vLLM, and why.
 
-`apply_all` wraps the functions in the table below in each vLLM process. Four more tables belong to
+`apply_all` wraps the functions in the table below in each vLLM process. Three more tables belong to
 the ledger: `hooks.runner`, `hooks.warm_up` and `hooks.gated_delta`, which
-`worker.install_adapters` installs in a worker of method "bastion", and `hooks.server`.
+`worker.install_adapters` installs in a worker of method "bastion".
 tests/e2e/assigned.py lists what is changed without a wrapper, and tests/e2e/test_ledger.py compares
 running engines with all of it.
 """
@@ -128,24 +128,6 @@ HOOKS: tuple[Hook, ...] = (
         upstream="the synchronous scheduler caches emitted tokens as the asynchronous one does",
     ),
     Hook(
-        target=f"{_SCHEDULER}._handle_stopped_request",
-        wrapper="sessions:handle_stopped_request",
-        expects="(self, request)",
-        why="tokens that a stop cuts off stay counted as computed, so a session's next chunk and "
-        "connectors use their keys and values; a session may outgrow max_model_len",
-        what="counts up to the cut, and ends a session whose next chunk does not fit",
-        upstream="the scheduler subtracts the tokens that it cuts",
-    ),
-    Hook(
-        target="vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
-        wrapper="sessions:process_outputs",
-        expects="(self, engine_core_outputs, engine_core_timestamp=, iteration_stats=, "
-        "weight_version=)",
-        why="an error of the engine core ends a session's turn only, and the session hangs",
-        what="ends the session with the error's sentence",
-        upstream="an error ends a session",
-    ),
-    Hook(
         target=f"{_SCHEDULER}.make_spec_decoding_stats",
         wrapper="scheduler:make_spec_decoding_stats",
         expects=(
@@ -186,15 +168,6 @@ HOOKS: tuple[Hook, ...] = (
         upstream="statistics at the end of an offline run",
     ),
     Hook(
-        target="vllm.plugins:load_endpoint_plugins",
-        wrapper="server:load_endpoint_plugins",
-        expects="(supported_tasks=)",
-        why="an endpoint plugin must be named in VLLM_PLUGINS, with all other plugins; otherwise "
-        "vLLM warns at every start of a server",
-        what="adds the page with VLLM_BASTION_PAGE=1",
-        upstream="a switch for a single endpoint plugin",
-    ),
-    Hook(
         target="vllm.v1.structured_output:StructuredOutputManager.__init__",
         wrapper="scheduler:structured_output_init",
         expects="(self, vllm_config)",
@@ -214,28 +187,11 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         target=f"{_SCHEDULER}.add_request",
-        wrapper="tracing:add_request",
+        wrapper="scheduler:add_request",
         expects="(self, request)",
-        why="a request's own metrics have N + 1 positions, and a step without nodes counts there; "
-        "a session's chunk may not fit into max_model_len",
-        what="makes positions depths, and counts trees that were verified; drops such a chunk",
+        why="a request's own metrics have N + 1 positions, and a step without nodes counts there",
+        what="makes positions depths, and counts trees that were verified",
         upstream="statistics that know trees",
-    ),
-    Hook(
-        target="vllm.v1.engine.output_processor:OutputProcessor.do_tracing",
-        wrapper="tracing:do_tracing",
-        expects="(self, engine_core_output, req_state, iteration_stats)",
-        why="a request's span has nothing about speculative decoding",
-        what="finds what the engine core has counted for the request",
-        upstream="span attributes of speculative decoding",
-    ),
-    Hook(
-        target="vllm.v1.engine.output_processor:instrument_manual",
-        wrapper="tracing:instrument_manual",
-        expects="(span_name, start_time, end_time=, attributes=, context=, kind=)",
-        why="as above",
-        what="adds it to the span's attributes",
-        upstream="span attributes of speculative decoding",
     ),
     Hook(
         target=f"{_SCHEDULER}.update_draft_token_ids",

@@ -137,19 +137,13 @@ def create_engine_config(
 
     in_server = usage_context == UsageContext.OPENAI_API_SERVER
     try:
-        config = _checked_config(original, self, usage_context, headless)
+        return _checked_config(original, self, usage_context, headless)
     except (ValueError, compat.UnsupportedVllmError) as error:
         # Our own refusal, or another method's where our keys or our name are given, too.
         if in_server and _is_refusal(error):
-            from vllm_bastion.hooks import server
-
-            server.end(error)
+            # Status 1 and one sentence, without the traceback of an exception.
+            raise SystemExit(f"vllm serve: {error}") from None
         raise
-    if in_server and requested(self):
-        from vllm_bastion.hooks import server
-
-        server.install()
-    return config
 
 
 def _is_refusal(error: Exception) -> bool:

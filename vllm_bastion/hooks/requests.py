@@ -28,13 +28,12 @@ MAX_NUM_STOP_TOKEN_IDS = 128
 
 
 def process_inputs(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse a request that the worker's tables cannot hold, and sessions that are not served."""
+    """Refuse a streaming-input session, and a request that the worker's tables cannot hold."""
     bastion = bastion_config(self.vllm_config) is not None
-    if bastion and kwargs.get("resumable") and self.model_config.is_hybrid:
+    if bastion and kwargs.get("resumable"):
         raise VLLMValidationError(
-            "Streaming-input sessions are not served with draft trees for a target with recurrent "
-            "layers: where a turn ends inside a step, their state cannot be rolled back. Send each "
-            "turn as a request of its own."
+            'Streaming-input sessions are not served with method "bastion"; send each turn as a '
+            "request of its own."
         )
     request = original(self, *args, **kwargs)
     params = request.sampling_params

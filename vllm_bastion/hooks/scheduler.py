@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
@@ -49,6 +50,23 @@ class TreeSpecDecodingStats(SpecDecodingStats):
         within_depths = min(num_draft_tokens, self.num_spec_tokens)
         super().observe_draft(within_depths, num_accepted_tokens)
         self.num_draft_tokens += num_draft_tokens - within_depths
+
+
+class TreeRequestMetrics(RequestSpecDecodeMetrics):
+    """vLLM's metrics of one request: drafted tokens are nodes, and the histogram is over depths."""
+
+    def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
+        """Count a step of the request, unless it verified none of its nodes."""
+        if num_draft_tokens > 0:
+            super().observe(num_draft_tokens, num_accepted, detailed)
+
+
+def add_request(original: Callable[..., Any], self: Any, request: Any) -> None:
+    """Let `--per-request-spec-decode-metrics` count trees."""
+    original(self, request)
+    spec_config = bastion_config(self.vllm_config)
+    if spec_config is not None and request.spec_decode_metrics is not None:
+        request.spec_decode_metrics = TreeRequestMetrics.new(spec_config.max_chain_tokens)
 
 
 def make_spec_decoding_stats(
@@ -340,9 +358,6 @@ def _waiting(scheduler: Any) -> Iterator[Any]:
     running = len(scheduler.running)
     if state.blocked_for > 0 and state.blocked_at is not None and running >= state.blocked_at:
         return iter(())
-    # Sessions that wait for their user keep their seats.
-    waits_for_user = RequestStatus.WAITING_FOR_STREAMING_REQ
-    seats = scheduler.max_num_active_reqs - running - scheduler.num_waiting_for_streaming_input
-    holding = (r for r in scheduler.kv_holding_waiting if r.status != waits_for_user)
+    seats = scheduler.max_num_active_reqs - running
     others = scheduler.waiting if scheduler.pause_state == PauseState.UNPAUSED else ()
-    return islice(chain(holding, others), max(seats, 0))
+    return islice(chain(scheduler.kv_holding_waiting, others), max(seats, 0))

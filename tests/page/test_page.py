@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-bastion page`: what it reads from metrics, and what it says where there are none."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import prometheus_client
+import pytest
+
+from tests.telemetry.registries import registered
+from vllm_bastion.page import html, make_server, snapshot
+from vllm_bastion.telemetry.record import StepRecord, StepTime, Totals
+
+RECORDS = [
+    StepRecord("tree", "pays", 2, 14, [8, 4], [3, 1], 5.0, 4.0, 9.0, 6.0,
+               [StepTime("tree", 14, 5.0, 6.0)], {"rows": 1.5}, [6, 4, 2, 2, 1, 1]),
+    StepRecord("plain", 'a "reason"} \\ x', 1, 1, plain_ms=3.0, step_ms=3.0),
+]  # fmt: skip
+
+
+def metrics(*engines: str) -> str:
+    """The text of /metrics, as if each engine had made all steps."""
+    registry, own = registered({i: [f"m{i}", name] for i, name in enumerate(engines)})
+    totals = Totals()
+    totals.add(RECORDS)
+    for i in range(len(engines)):
+        own.observe(totals, i)
+    return prometheus_client.generate_latest(registry).decode()
+
+
+@pytest.mark.parametrize("engines", [("0",), ("0", "1", "2")])
+def test_a_snapshot_adds_engines_up(engines: tuple[str, ...]) -> None:
+    n = len(engines)
+    other = "vllm:num_requests_running 3.0\nvllm:generation_tokens_total 7\npython_info 1.0\n"
+    found = snapshot(metrics(*engines) + other)
+    assert found.pop("seconds") > 0
+    assert sorted(found.pop("steps")) == [
+        ["plain", 'a "reason"} \\ x', n], ["tree", "pays", n]
+    ]  # fmt: skip
+    assert found == {
+        "model": ", ".join(f"m{i}" for i in range(n)), "running": 3, "tokens": 7, "trees": 2 * n,
+        "nodes": 12 * n, "accepted": 4 * n, "accepted_by_depth": [2 * n, n, n],
+        "accepted_by_source": {"drafter": 2 * n, "lookup": n, "both": n}, "expected": 5 * n,
+        "actual": 4 * n, "gain": 12 / 9, "times": [["tree", 16, n, 5 * n, 6 * n]],
+        "factors": {"rows": 1.5},
+    }  # fmt: skip
+
+
+def test_an_engine_that_has_decoded_nothing() -> None:
+    found = snapshot(prometheus_client.generate_latest(registered({0: ["m", "0"]})[0]).decode())
+    assert (found["trees"], found["steps"], found["gain"]) == (0, [], None)
+
+
+@contextmanager
+def running(server: ThreadingHTTPServer) -> Iterator[str]:
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def shown(text: str | None) -> dict[str, Any]:
+    """What a page is given of a server with this text at /metrics; None without such a path."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = self.path == "/metrics" and text is not None
+            self.send_response(200 if found else 404)
+            self.end_headers()
+            self.wfile.write((text or "").encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with running(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as url:
+        return data(url)
+
+
+def data(url: str) -> dict[str, Any]:
+    with running(make_server(url)) as page, urlopen(f"{page}/data") as answer:
+        found: dict[str, Any] = json.loads(answer.read())
+        return found
+
+
+def test_the_page_gets_what_the_server_has() -> None:
+    assert shown(metrics("0"))["trees"] == 2
+
+
+def test_a_server_without_our_metrics_is_named_in_one_sentence() -> None:
+    assert 'no metrics of method "bastion"' in shown("vllm:num_requests_running 3.0\n")["error"]
+    assert "/metrics gives no answer (HTTP Error 404" in shown(None)["error"]
+    said = data("http://127.0.0.1:1")["error"]
+    assert "http://127.0.0.1:1/metrics gives no answer" in said and "start the server" in said
+
+
+def test_the_page_needs_nothing_from_elsewhere() -> None:
+    with running(make_server("http://127.0.0.1:1")) as page:
+        with urlopen(f"{page}/") as answer:
+            assert answer.read().decode() == html()
+        with pytest.raises(HTTPError):
+            urlopen(f"{page}/metrics")
+    hosts = html().replace("http://www.w3.org/2000/svg", "")
+    assert "://" not in hosts and "innerHTML" not in hosts and "eval(" not in hosts
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "file:///etc/passwd", "http://"])
+def test_an_address_is_one_of_a_server(url: str) -> None:
+    with pytest.raises(ValueError, match="no address of a server"):
+        make_server(url)
