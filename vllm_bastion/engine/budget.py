@@ -265,10 +265,12 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         return (*values, None) if capabilities().returns_admitted_drafts else values
 
     def _take_best(self, slots: torch.Tensor, total: int, cu_num_logits: torch.Tensor) -> None:
+        limits, rest = self._layout
         take_best(
             self.trees.log_rho,
             slots,
-            *self._layout,
+            limits,
+            rest,
             total,
             cu_num_logits,
             self.query_start_loc,

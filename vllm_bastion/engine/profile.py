@@ -96,7 +96,7 @@ def _beyond(sizes: list[int], most: int) -> list[int]:
 def _time_on_cpu(runner: Any) -> tuple[Curve, Curve]:
     """The same within `_SECONDS`: as many sizes, the smaller ones first, as there is time for.
 
-    oneDNN compiles a product for each new number of rows, so the first run of a size does not count.
+    oneDNN compiles a product for each new number of rows, so a size's first run does not count.
     Ranks run the same sizes: rank 0 says how long each has taken.
     """
     manager = runner.adaptive_verification

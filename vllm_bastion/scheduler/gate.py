@@ -28,7 +28,7 @@ _SAMPLES, _FEW = 12, 8
 _ALLOWANCE, _TRIAL, _APART = 1 / 128, 2, 16
 # The first trial of an arm after it was measured does not ask what it loses, after so many steps.
 _FREE, _WAIT = 1, 128
-# Weight of a request's tokens in y, and the most of one step's: y follows the last few dozen tokens.
+# Weight of a request's tokens in y, and the most of one step's tokens.
 _WEIGHT, _MOST_WEIGHT = 0.06, 0.25
 # Steps with drafts from which y of an arm is trusted.
 _TRUSTED = 2
