@@ -17,6 +17,11 @@ from vllm_bastion.scheduler.gate import Arm, Gate
 DRAFTED, PLAIN, NGRAM = 5, 70, 12
 
 
+def trees() -> None:
+    """Let the gate choose trees in every step."""
+    _choose([Arm.TREE])
+
+
 def in_turns() -> None:
     """Let the gate choose trees and plain steps in turns, whatever they are worth."""
     _choose([Arm.TREE] * DRAFTED + [Arm.PLAIN] * PLAIN)
