@@ -8,8 +8,6 @@ Triton's interpreter, with the plan and the workspace that it has on a GPU.
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from typing import Any
 
 import torch
@@ -58,13 +56,14 @@ def install() -> None:
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backends import flash_attn
 
-    import bastion_kernels
+    from bastion_kernels.accept.kv_compact import KVCompactor
+    from bastion_kernels.attention.tree_attention import AttentionLayer
+    from bastion_kernels.op import PublicOp
 
     # All of our ops use their Triton kernels, in the interpreter.
-    for module in pkgutil.walk_packages(bastion_kernels.__path__, "bastion_kernels."):
-        found = importlib.import_module(module.name)
-        if hasattr(found, "on_gpu"):
-            found.on_gpu = lambda tensor: True
+    PublicOp._run_on_cpu = lambda self, call: call.triton()
+    AttentionLayer.cpu = AttentionLayer.triton
+    KVCompactor._on_gpu = property(lambda self: True, lambda self, value: None)
     torch.cuda.is_current_stream_capturing = lambda: False  # it raises in a CPU build
     # As on a Hopper GPU.
     flash_attn.get_flash_attn_version = lambda *args, **kwargs: 3

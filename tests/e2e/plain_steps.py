@@ -87,15 +87,11 @@ def context(session: Any) -> list[dict[str, Any]]:
 
 
 def drafts(session: Any) -> list[dict[str, Any]]:
-    """Whether the step drafted and how deep, and what remains to requests that have begun."""
-    runner = session.runner
+    """Whether the step drafted, and what remains to requests that have begun."""
     running = [one for one in session.scheduler.running if one.num_output_tokens]
-    slots = [runner.req_states.req_id_to_index[one.request_id] for one in running]
-    trees = runner.speculator.trees
     return [
         {
-            "drafted": runner.speculator.runtime.step.drafts,
-            "deepest": int(trees.depths[slots].max()) if slots else 0,
+            "drafted": session.runner.speculator.runtime.step.drafts,
             "remaining": [one.max_tokens - one.num_output_tokens for one in running],
         }
     ]

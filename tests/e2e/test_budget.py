@@ -105,8 +105,6 @@ def test_nothing_is_drafted_that_no_reply_can_use(compare: Comparison) -> None:
     for step in steps:
         longest = max(step["remaining"], default=0)
         assert step["drafted"] == (longest > 1), step
-        if step["drafted"]:
-            assert step["deepest"] < longest, step
     assert any(step["remaining"] and not step["drafted"] for step in steps)
 
 
