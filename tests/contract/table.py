@@ -61,40 +61,6 @@ attention/gated_delta.py
     @body self._forward_method = self.forward_c
   LAYERS.mamba.ops.cpu.gdn_attention @calls _conv_buffer_view(layer); _ssm_state_view(layer);
       _unpacked_conv_weight(layer)
-calibration/engine.py
-  vllm.distributed.parallel_state:init_distributed_environment @why its world group holds all ranks
-      that step together
-    @body rank = parallel_config.data_parallel_rank * world_size + rank … _WORLD =
-  vllm.v1.engine.core:EngineCoreProc.run_engine_core @why data-parallel ranks of a dense model are
-      engines of their own
-    @body is_moe: … reconfigure_for_independent_dp_rank()
-calibration/measure.py
-  GPU.async_utils:StepTimingSample @names drafter_ms forward_ms num_reqs num_target_tokens
-  RUNNER:GPUModelRunner @calls _dummy_run(self, num_tokens); sample_tokens(self, grammar_output)
-    @names adaptive_verification cudagraph_manager decode_query_len device
-      kv_cache_config max_model_len max_num_reqs max_num_tokens model model_config model_state
-      num_speculative_steps parallel_config rejection_sampler req_states speculator step_timing
-      vllm_config
-  vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin @calls _set_active_loras(self,
-      prompt_lora_mapping, token_lora_mapping, lora_requests)
-calibration/measure.py cpu/timing.py
-  GPU.async_utils:StepTimingCollector @calls collect(self); forward_start(self); forward_end(self)
-    @names _collecting _step
-calibration/measure.py hooks/worker.py
-  RUNNER:GPUModelRunner._dummy_run @why passed by name; only a uniform batch gets decode_query_len
-      rows
-    @body uniform_decode: bool = False … context_len: int = 0 … skip_eplb: bool = False …
-      randomize_inputs: bool = False … if uniform_decode: … num_tokens = max(num_tokens,
-      self.decode_query_len)
-calibration/tree_steps.py
-  SCHED.output:CachedRequestData @names new_block_ids num_computed_tokens num_output_tokens req_ids
-  SCHED.output:NewRequestData @names block_ids lora_request mm_features num_computed_tokens
-      pooling_params prefill_token_ids prompt_token_ids req_id sampling_params
-  GPU.kv_connector:KVConnector @calls set_disabled(self, disabled)
-calibration/tree_steps.py hooks/scheduler.py
-  SCHED.output:SchedulerOutput @names finished_req_ids num_invalid_spec_tokens num_scheduled_tokens
-      num_spec_tokens_to_schedule scheduled_cached_reqs scheduled_new_reqs
-      scheduled_spec_decode_tokens total_num_scheduled_tokens
 config.py
   vllm.config.speculative:SpeculativeConfig.max_num_new_slots_for_drafting @beside 437e6c68 18436348
   vllm.config.speculative:SpeculativeConfig @names _maybe_override_draft_max_position_embeddings
@@ -131,6 +97,12 @@ cpu/stored_graphs.py
   torch._dynamo.aot_compile:AOTCompiledFunction @names _artifacts
   vllm.compilation.decorators:_try_load_aot_compiled_fn @why a loaded function must have this method
     @body ._artifacts.compiled_fn.finalize_loading(
+cpu/timing.py engine/planning.py
+  RUNNER:GPUModelRunner.sample @why a step without draft tokens never enters the rejection sampler
+    @body input_batch.num_draft_tokens == 0
+engine/profile.py
+  GPU.async_utils:StepTimingCollector @calls collect(self); forward_start(self); forward_end(self)
+    @names _collecting _step
 cpu/twins/__init__.py
   GPU.buffer_utils:UvaBackedTensor @calls copy_to_uva(self, n) @names cpu gpu
 drafters/candidate_heads.py
@@ -175,6 +147,26 @@ drafters/dspark.py
   MODELS.qwen3_dspark:Qwen3DSparkForCausalLM @calls compute_draft_logits(self, hidden_states);
       map_draft_to_target(self, draft_ids); markov_embed(self, token_ids)
   SPEC.dspark.speculator:DSparkSpeculator @names _anchor_idx
+engine/budget.py
+  GPU.async_utils:AsyncOutput.__init__ @why counts that were copied on the main stream have arrived
+      when the output has
+    @body copy_stream.wait_stream(main_stream) … self.copy_event.record(copy_stream)
+  RUNNER:GPUModelRunner.prepare_inputs @beside c4b46110 ce45f241
+  SPEC.adaptive_verification:AdaptiveVerificationManager @calls add_request(self, req_idx);
+      get_num_tokens(self, num_tokens_per_req, draft_tokens); compact_batch(self,
+      num_draft_tokens_per_req, num_scheduled_tokens, cu_num_logits_np); reallocate_drafts(self,
+      req_ids, idx_mapping); record_confidences(self, confidence_probs, input_batch);
+      batches_to_profile(self, capture_sizes); set_initial_cost_curves(self, samples);
+      set_cost_curves(self, draft_curve, verify_curve)
+  SPEC.adaptive_verification:AdaptiveVerificationManager.set_cost_curves @why ranks choose from equal
+      curves
+    @body broadcast_object( … self.cost_tables = build_cost_tables_from_curves( …
+      self.req_states.max_num_reqs, … self.req_states.max_num_batched_tokens, …
+      self._cudagraph_limit
+engine/budget.py drafters/dflash.py
+  RUNNER:GPUModelRunner.sample_tokens @why once record_confidences is called, the trees exist
+    @body self.postprocess_sampled( … self.speculator.propose( … .record_confidences(
+    @beside 3a52b1c8 3534013a
 engine/deferred.py
   torch @names _foreach_copy_
 engine/draft_tokens.py
@@ -195,12 +187,28 @@ engine/grammar.py
   STRUCTURED:StructuredOutputManager @names _get_constraint_bounds backend validate_tokens
       vllm_config
   xgrammar:GrammarMatcher @names traverse_draft_tree
-engine/lagged.py
-  GPU.async_utils:AsyncOutput.__init__ @why counts that were copied on the main stream have arrived
-      when the output has
-    @body copy_stream.wait_stream(main_stream) … self.copy_event.record(copy_stream)
 engine/logprobs.py
   SAMPLE.sampler:Sampler.get_logprobs_dims @beside 08059e0c 08059e0c
+engine/planning.py
+  RUNNER:GPUModelRunner.sample @why a step without draft tokens never enters the rejection sampler
+    @body input_batch.num_draft_tokens == 0
+engine/profile.py
+  GPU.async_utils:StepTimingSample @names drafter_ms forward_ms full_cudagraph num_reqs
+      num_target_tokens
+  RUNNER:GPUModelRunner @calls _dummy_run(self, num_tokens)
+    @names adaptive_verification cudagraph_manager device lora_config max_num_reqs max_num_tokens
+      model model_config speculator step_timing vllm_config
+  vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin @calls _set_active_loras(self,
+      prompt_lora_mapping, token_lora_mapping, lora_requests)
+  vllm.distributed.parallel_state:init_distributed_environment @why its world group holds all ranks
+      that step together
+    @body rank = parallel_config.data_parallel_rank * world_size + rank … _WORLD =
+engine/profile.py hooks/worker.py
+  RUNNER:GPUModelRunner._dummy_run @why passed by name; only a uniform batch gets decode_query_len
+      rows
+    @body uniform_decode: bool = False … context_len: int = 0 … skip_eplb: bool = False …
+      randomize_inputs: bool = False … if uniform_decode: … num_tokens = max(num_tokens,
+      self.decode_query_len)
 engine/processors.py
   SAMPLE.bad_words:BadWordsState @calls apply(self, logits, ctx)
     @names bad_word_offsets bad_word_token_ids num_bad_words req_states
@@ -251,17 +259,6 @@ engine/target.py
       embedded
     @body InputBatch.make_dummy( … attn_metadata = self.model_state.prepare_attn( … inputs_embeds =
       self.model_state.dummy_inputs_embeds( … is_padding=input_batch.is_padding
-engine/verification.py
-  RUNNER:GPUModelRunner.prepare_inputs @beside c4b46110 ce45f241
-  SPEC.adaptive_verification:AdaptiveVerificationManager @calls add_request(self, req_idx);
-      get_num_tokens(self, num_tokens_per_req, draft_tokens); compact_batch(self,
-      num_draft_tokens_per_req, num_scheduled_tokens, cu_num_logits_np); reallocate_drafts(self,
-      req_ids, idx_mapping); record_confidences(self, confidence_probs, input_batch);
-      batches_to_profile(self, capture_sizes); set_initial_cost_curves(self, samples)
-engine/verification.py drafters/dflash.py
-  RUNNER:GPUModelRunner.sample_tokens @why once record_confidences is called, the trees exist
-    @body self.postprocess_sampled( … self.speculator.propose( … .record_confidences(
-    @beside 3a52b1c8 3534013a
 engine/weights.py
   MODELS.qwen3_dflash:DFlashQwen3Model @calls _build_fused_kv_buffers(self)
     @names _fused_kv_bias _fused_kv_weight _k_norm_weights
@@ -350,6 +347,12 @@ hooks/scheduler.py
   SCHED.scheduler:Scheduler.update_from_output @why nodes that were not verified are handed over
       under this name
     @body num_invalid_spec_tokens=scheduler_output.num_invalid
+  SCHED.output:SchedulerOutput @names finished_req_ids num_invalid_spec_tokens num_scheduled_tokens
+      num_spec_tokens_to_schedule scheduled_new_reqs scheduled_spec_decode_tokens
+      total_num_scheduled_tokens
+  vllm.v1.engine.core:EngineCoreProc.run_engine_core @why data-parallel ranks of a dense model are
+      engines of their own
+    @body is_moe: … reconfigure_for_independent_dp_rank()
   vllm.v1.outputs:DraftTokenIds @names draft_token_ids req_ids
   vllm.v1.outputs:ModelRunnerOutput @names req_ids sampled_token_ids
   vllm.v1.request:Request @names is_finished is_prefill_chunk num_computed_tokens
@@ -363,7 +366,7 @@ hooks/scheduler.py
     @body speculative_config.num_speculative_tokens
   vllm.v1.spec_decode.metrics:SpecDecodingStats @names new num_accepted_tokens_per_pos
       num_draft_tokens num_drafts num_spec_tokens observe_draft
-  vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager @names block_size req_to_blocks
+  vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager @names block_size
   vllm.v1.core.kv_cache_manager:KVCacheManager @names block_pool coordinator
 hooks/telemetry.py
   vllm.v1.metrics.loggers:PrometheusStatLogger @names _counter_cls _gauge_cls _histogram_cls
@@ -382,9 +385,6 @@ hooks/worker.py
     @body _dummy_run( … uniform_decode=True … randomize_inputs=self.randomize_dummy_inputs
 host.py cpu/host.py
   GPU.cudagraph_utils:CudaGraphManager @names captured_token_counts needs_capture
-policy/cost/timing.py
-  RUNNER:GPUModelRunner.sample @why a step without draft tokens never enters the rejection sampler
-    @body input_batch.num_draft_tokens == 0
 telemetry/prometheus.py
   prometheus_client:Histogram.observe @why many equal values are counted at once
     @body self._sum.inc(amount) … self._buckets[i].inc(1)
