@@ -45,8 +45,7 @@ def expand(run, tokens: Tensor, logprobs: Tensor, top_k: int, limit: int, **opti
     slots = options.get("slots", torch.arange(reqs))
     num_slots = options.get("num_slots", max(reqs, int(slots.max()) + 1))
     out = poisoned_trees(reqs, num_slots, limit, options.get("wider", 0))
-    kappa = {name: options[name] for name in ("log_kappa",) if name in options}
-    call(run, tokens, logprobs, top_k, slots, *out, **kappa)
+    call(run, tokens, logprobs, top_k, slots, *out)
     return out
 
 
@@ -234,18 +233,3 @@ def test_wrong_arguments_are_named() -> None:
     refuses(r"slots must have shape \[1\]", run, tokens, logprobs, 2, slots.repeat(2), *out)
     refuses("top_k >= 1", run, tokens, logprobs, 0, slots, *out)
     refuses("N <= 4096", run, tokens, logprobs, 2, slots, *poisoned_trees(1, 1, 5000))
-
-
-@STATES
-@runs(expand_best_first)
-def test_path_scores_are_calibrated_by_slot(made: Made, run: Callable[..., None]) -> None:
-    tokens, logprobs = made(3, 4, 5, torch.Generator().manual_seed(8))
-    slots, log_kappa = torch.tensor([2, -1, 0]), torch.tensor([0.25, 7.0, -1.5])
-    options = {"slots": slots, "num_slots": 3}
-    plain = expand(run, tokens, logprobs, 5, 12, **options)
-    scaled = expand(run, tokens, logprobs, 5, 12, log_kappa=log_kappa, **options)
-    assert_same(plain.tokens, scaled.tokens)
-    assert_same(plain.parents, scaled.parents)
-    for slot in (0, 2):
-        assert_same(scaled.log_rho[slot], plain.log_rho[slot] + log_kappa[slot])
-    assert_same(scaled.log_rho[1], plain.log_rho[1])
