@@ -192,6 +192,7 @@ KEYS = {
     "negative": ({"bastion_budget": -1}, '"bastion_budget": -1', "greater than or equal to 0"),
     "over the nodes": ({"bastion_budget": 33}, '"bastion_budget": 33', "lower the first"),
     "latency": ({"bastion_latency_model": "x"}, '"bastion_latency_model"', "'ema_calib'"),
+    "a key that left": ({"bastion_calibration": "auto"}, "has left", "remove it"),
     "no model": ({"model": None}, 'needs "model"', "DFlash drafter"),
     "text nodes": ({"num_speculative_tokens": "8"}, '"num_speculative_tokens"', "a valid integer"),
     "sampled drafts": ({"draft_sample_method": "probabilistic"}, "draft_sample_method", "remove"),

@@ -36,7 +36,6 @@ class Loop:
         settings = {
             "method": "bastion",
             "model": str(TINY / "drafter"),
-            "bastion_calibration": "off",
         }
         config = EngineArgs(
             model=str(TINY / "target"), max_num_seqs=8, max_model_len=max_model_len,

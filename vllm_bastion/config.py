@@ -27,6 +27,7 @@ from vllm_bastion.checkpoints.kinds import (
     gamma_of,
     restore_settings,
 )
+from vllm_bastion.host import HostChoices
 from vllm_bastion.logger import leave_out
 from vllm_bastion.platform import current_host
 
@@ -61,9 +62,6 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     bastion_latency_model: Literal["table", "ema_table", "static", "ema", "ema_calib"] = "ema_table"
     """Cost model of a step; leave as is. table: as measured. static: a roofline, calibrated by it.
     ema_table, ema_calib: the same, corrected in service. ema: the bare roofline, corrected."""
-    bastion_calibration: Annotated[str, Field(min_length=1)] = "auto"
-    """Where the measured costs come from: auto (the cached profile, else a measurement), off, an
-    existing file, or `write:FILE` to measure and write FILE."""
     bastion_drafter_weights: Literal["auto", "checkpoint", "fp8"] = "auto"
     """auto: int8 on a CPU that multiplies it (VNNI) for a bf16 model, else unchanged. checkpoint:
     unchanged. fp8: the layers' weights in fp8 on a GPU, as with vLLM's `quantization`."""
@@ -260,3 +258,9 @@ def is_lagged(config: BastionSpeculativeConfig) -> bool:
     if config.bastion_budget_timing != "auto":
         return config.bastion_budget_timing == "lagged"
     return current_host().runs_ahead
+
+
+def host_choices(vllm_config: VllmConfig) -> HostChoices:
+    """What the host chooses for an engine of method "bastion"."""
+    weights = settings_of(vllm_config).bastion_drafter_weights
+    return current_host().choices(weights, vllm_config.model_config.dtype)

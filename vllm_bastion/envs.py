@@ -15,10 +15,7 @@ from pathlib import Path
 
 # Name -> one line of help. A test checks that `docs/configuration.md` names them all.
 VARIABLES: dict[str, str] = {
-    "VLLM_BASTION_CACHE": (
-        "folder of measured latency profiles and compiled functions "
-        "(default `$XDG_CACHE_HOME/vllm-bastion`)"
-    ),
+    "VLLM_BASTION_CACHE": ("folder of compiled functions (default `$XDG_CACHE_HOME/vllm-bastion`)"),
     "VLLM_BASTION_TELEMETRY": (
         "0: steps are not recorded, so there are no metrics of trees and no warnings about the "
         "drafter (default 1)"
@@ -40,7 +37,7 @@ def telemetry() -> bool:
 
 
 def cache_dir() -> Path:
-    """Folder of latency profiles and compiled functions; not created here.
+    """Folder of compiled functions; not created here.
 
     `bastion_kernels.cpu.cache.root` is the same function: the ops do not import this package, and
     this module must not import PyTorch.
@@ -62,8 +59,3 @@ def quiet() -> None:
 def page_enabled() -> bool:
     """Whether the server has the page, and workers may show text of requests to it."""
     return os.environ.get("VLLM_BASTION_PAGE", "0") not in ("", "0")
-
-
-def enable_page() -> None:
-    """Set the variable for this process and the engine's processes that it starts."""
-    os.environ["VLLM_BASTION_PAGE"] = "1"

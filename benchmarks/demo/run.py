@@ -99,7 +99,7 @@ def decode(pair: Pair, requests: list[Request], prompts: list[dict[str, str]]) -
     runs: dict[str, Run] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        chosen = _engines(pair, folder / "costs.json")
+        chosen = _engines(pair)
         processes: dict[str, EngineProcess] = {}
         for name, engine in chosen.items():
             log = folder / f"{name}.log"
@@ -133,7 +133,7 @@ def decode(pair: Pair, requests: list[Request], prompts: list[dict[str, str]]) -
     return runs
 
 
-def _engines(pair: Pair, costs: Path) -> dict[str, Engine]:
+def _engines(pair: Pair) -> dict[str, Engine]:
     """The engines of `benchmarks.paper`, but eager, with a batch of one and little memory."""
     target = str(pair.folder / "target")
     named = methods(Target(target, str(pair.folder / "drafter"), pair.gamma), cpu=True)
@@ -142,7 +142,7 @@ def _engines(pair: Pair, costs: Path) -> dict[str, Engine]:
         name: named[name].engine(target, False, dtype=pair.dtype, eager=True, timed=True, **small)
         for name in (PLAIN, chain_name(pair.chain), ADAPTIVE)
     }
-    trees = bastion(pair.folder / "drafter", NODES, "adaptive", calibration=f"write:{costs}")
+    trees = bastion(pair.folder / "drafter", NODES, "adaptive")
     chosen = {
         "plain": rows[PLAIN],
         "dflash": rows[chain_name(pair.chain)],

@@ -256,17 +256,9 @@ def watch_predictions(runner: Any, note: Callable[[dict[str, float], float], Non
     if timer is None:
         return
     runtime = runner.speculator.runtime
-    # Imported here, because engines without the plugin must not import it.
-    from vllm.distributed.parallel_state import get_world_group
-
-    from vllm_bastion.calibration.engine import bare_roofline
-    from vllm_bastion.policy.cost.paper import calibrate
-
     table = runtime.controller.latency.table
-    roofline = bare_roofline(runner, get_world_group())
-    curves = {} if roofline is None else {"roofline": roofline}
-    if roofline is not None:
-        curves["calibrated"] = calibrate(roofline, table.samples)
+    fitted = table.carrier
+    curves = {} if fitted is None else {"roofline": fitted.roofline, "calibrated": fitted}
 
     def watched(step: Any) -> None:
         if not (step.verified and step.drafted):

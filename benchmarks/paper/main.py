@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,9 +35,8 @@ from benchmarks.paper.store import Store, StoreError
 from benchmarks.progress import Progress
 from benchmarks.prompts import DataError, Prompt, load_jsonl
 from benchmarks.provenance import provenance, without_folders
-from benchmarks.replay.costs import from_profile
+from benchmarks.replay.costs import CostSource, table_of
 from benchmarks.replay.record import record
-from vllm_bastion.policy.cost.devices import device_name
 
 OUT = RESULTS / "paper"
 # Tokens of a replayed prompt; a recording of one has 1.5 KB for each.
@@ -104,7 +104,7 @@ def _run(given: argparse.Namespace, argv: list[str]) -> int:
     engine = engines_of(what, cpu, alive, max_model_len=longest, **settings)
     name = given.pair or Path(what.target).name
     out = given.out or OUT / f"{name}{'-quick' if given.quick else ''}.jsonl"
-    device = device_name("cpu" if cpu else "cuda")
+    device = _cpu_name() if cpu else torch.cuda.get_device_name()
     header = {"provenance": provenance(without_folders(argv)) | {"device": device}, "name": name}
     order = given.temperatures, given.concurrency
     plan = Plan(picked, prompts, *order, given.tokens, given.seed, given.ignore_eos, alive)
@@ -115,8 +115,19 @@ def _run(given: argparse.Namespace, argv: list[str]) -> int:
         runner.run()
         judge(store, engine(picked[PLAIN], 1), runner.prompt_and_reply, given.dtype)
         if what.drafter is not None and given.replay_prompts:
-            _replay(store, plan, renderer, engine(rows["bastion adaptive"], 1), what, given, out)
+            _replay(store, plan, renderer, engine(rows["bastion adaptive"], 1), what, given)
     return report.write([out], out.parent, out.stem)
+
+
+def _cpu_name() -> str:
+    """A CPU's model and number of threads, on which every time depends."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    model = models[0] if models else platform.processor() or platform.machine() or "cpu"
+    return f"{model} x{torch.get_num_threads()}"
 
 
 def _settings(given: argparse.Namespace, what: Target) -> dict[str, Any]:
@@ -154,7 +165,6 @@ def _replay(
     engine: UserEngine,
     what: Target,
     given: argparse.Namespace,
-    out: Path,
 ) -> None:
     """Record drafts and replay beam search on them, unless the file has it."""
     done = {row["temperature"] for row in store.of_kind("replayed")}
@@ -171,13 +181,16 @@ def _replay(
                 ids = renderer.ids(prompt, [])
                 requests[name] = Request(name, ids, length, temperature, seed), prompt.set
     progress = Progress("recording drafts")
-    drafter, costs = Path(what.drafter), out.with_suffix(".profile.json")
+    drafter = Path(what.drafter)
     try:
-        if not costs.exists():
-            nodes, calibration = 4 * what.gamma, f"write:{costs}"
-            measuring = bastion(drafter, nodes, "adaptive", calibration=calibration)
-            run_engine(replace(engine, speculative=measuring), [])
-        source = from_profile("this machine", costs, _REPLAY_ROWS)
+        measuring = replace(
+            engine,
+            speculative=bastion(drafter, 4 * what.gamma, "adaptive"),
+            probe="benchmarks.replay.costs:measured",
+        )
+        numbers, calibrated = run_engine(measuring, []).probed
+        table = table_of(numbers, _REPLAY_ROWS, calibrated)
+        source = CostSource("this machine", table, calibrated)
         recording = record(engine, drafter, requests, progress, {})
         store.append(*replay(recording, source, missing))
         progress.done(f"{recording.num_steps} steps")

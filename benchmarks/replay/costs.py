@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost tables for replay: measured profiles, and the paper's A100 points.
+"""Cost tables for replay: measured ones, and the paper's A100 points.
 
 The paper prints two points of T_verify for Qwen3-8B on an A100 with Transformers: 22.0 ms at 32
 nodes and 55.9 ms at 1,024. We interpolate linearly between them and use 22.0 ms below 32. The paper
@@ -15,14 +15,17 @@ rows of 8 experts each meet if they choose evenly, 128 (1 - (1 - 8/128)^n). The 
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from vllm_bastion.policy.cost.devices import known_device
+from benchmarks.harness.decoder import model_runner
+from vllm_bastion.policy.cost.devices import DeviceSpec, known_device
 from vllm_bastion.policy.cost.latency import LatencyModel, LatencyName
 from vllm_bastion.policy.cost.models import make_latency
 from vllm_bastion.policy.cost.paper import CalibratedRoofline, ModelShape, Roofline, calibrate
-from vllm_bastion.policy.cost.store import read_profile
 from vllm_bastion.policy.cost.table import StepCostTable
 
 _LOW, _HIGH = (32, 22.0), (1024, 55.9)
@@ -70,11 +73,46 @@ def mixture_of_experts(max_rows: int) -> CostSource:
 
 
 def from_profile(name: str, path: Path, max_rows: int) -> CostSource:
-    """A measured profile (`vllm-bastion calibrate`, or a file in `benchmarks/results`).
+    """The measured costs in a file of `benchmarks/results`.
 
-    Raises ValueError: the file is not a profile.
+    Raises ValueError: it is not such a file.
     """
-    profile = read_profile(path)
-    data = profile.table.to_json() | {"max_rows": max_rows}
-    table = StepCostTable.from_json(data, profile.calibrated)
-    return CostSource(name, table, profile.calibrated)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        calibrated = _calibrated(data["calibrated"]) if data["calibrated"] else None
+        table = table_of(data["table"], max_rows, calibrated)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} holds no step costs: {error!r}") from error
+    return CostSource(name, table, calibrated)
+
+
+def measured(llm: Any) -> Callable[[], tuple[dict[str, Any], CalibratedRoofline | None]]:
+    """A probe of `harness.engine.Engine`: what bastion measured at its start, and the roofline."""
+    table = model_runner(llm).speculator.runtime.controller.latency.table
+    return lambda: (numbers_of(table), table.carrier)
+
+
+def numbers_of(table: StepCostTable) -> dict[str, Any]:
+    """What was measured, as JSON has it."""
+    return {
+        "samples": [list(sample) for sample in table.samples],
+        "drafter_samples": [list(sample) for sample in table.drafter_samples],
+        "position_samples": [list(sample) for sample in table.position_samples],
+        "aux_ms": table.aux_ms,
+        "plain_aux_ms": table.plain_aux_ms,
+        "captured_sizes": list(table.captured_sizes),
+    }
+
+
+def table_of(
+    numbers: dict[str, Any], max_rows: int, carrier: CalibratedRoofline | None = None
+) -> StepCostTable:
+    """The table of `numbers_of`, for an engine with at most `max_rows` rows in a step."""
+    given = {name: value for name, value in numbers.items() if name != "max_rows"}
+    return StepCostTable(**given, max_rows=max_rows, carrier=carrier)
+
+
+def _calibrated(data: dict[str, Any]) -> CalibratedRoofline:
+    bare = data["roofline"]
+    roofline = Roofline(ModelShape(**bare["shape"]), DeviceSpec(**bare["device"]))
+    return CalibratedRoofline(**(data | {"roofline": roofline}))

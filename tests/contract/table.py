@@ -71,7 +71,7 @@ calibration/engine.py
 calibration/measure.py
   GPU.async_utils:StepTimingSample @names drafter_ms forward_ms num_reqs num_target_tokens
   RUNNER:GPUModelRunner @calls _dummy_run(self, num_tokens); sample_tokens(self, grammar_output)
-    @names adaptive_verification attn_groups cudagraph_manager decode_query_len device
+    @names adaptive_verification cudagraph_manager decode_query_len device
       kv_cache_config max_model_len max_num_reqs max_num_tokens model model_config model_state
       num_speculative_steps parallel_config rejection_sampler req_states speculator step_timing
       vllm_config

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from tests.e2e.costs import install
+
 
 def exchange_rows() -> None:
     """Give the CPU communicator what a GPU's has for ranks with different numbers of rows."""
@@ -48,6 +50,7 @@ def decode(spec: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.forward_context import get_forward_context
 
+    install(spec)
     llm = LLM(**spec["engine"], distributed_executor_backend="uni")
     core = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner

@@ -31,11 +31,9 @@ import torch
 from filelock import FileLock
 
 from benchmarks.harness.process import EngineProcess, changed_environment
+from tests.e2e.costs import USUAL
 from tests.e2e.worker import work
 from vllm_bastion import envs
-from vllm_bastion.policy.cost.paper import CalibratedRoofline
-from vllm_bastion.policy.cost.store import Profile, ProfileKey, write_profile
-from vllm_bastion.policy.cost.table import StepCostTable
 
 ROOT = Path(__file__).resolve().parents[2]
 PAIR = Path(os.environ.get("VLLM_BASTION_TEST_PAIR", ROOT / "benchmarks" / "tiny"))
@@ -74,7 +72,7 @@ _TIMEOUT_S, _EXIT_S = 3600, 60
 
 
 def caches(folder: Path) -> dict[str, str]:
-    """Environment variables that put everything engines measure and compile into `folder`.
+    """Environment variables that put everything engines compile into `folder`.
 
     Except what PyTorch finds out about the compiler's instruction sets, which it keeps under a
     digest: vLLM stores a model's code under VLLM_CACHE_ROOT, so each session compiles that anew.
@@ -82,14 +80,6 @@ def caches(folder: Path) -> dict[str, str]:
     names = ("VLLM_BASTION_CACHE", "VLLM_CACHE_ROOT")
     own = {name: str(folder / name.lower()) for name in names}
     return own | {"TORCHINDUCTOR_CACHE_DIR": str(envs.cache_dir() / "tests" / "inductor")}
-
-
-def given_costs(
-    table: StepCostTable, path: Path, calibrated: CalibratedRoofline | None = None
-) -> dict[str, str]:
-    """Keys of an engine whose step costs are those of `table`, which is written to `path`."""
-    write_profile(Profile(ProfileKey("", "", "", "", "", 1, ""), table, calibrated), path)
-    return {"calibration": str(path), "latency_model": "table"}
 
 
 @dataclass(frozen=True)
@@ -104,21 +94,26 @@ class Engine:
     eager: bool = False
     # `speculative_config`; empty for plain decoding.
     speculative: dict[str, Any] = field(default_factory=dict)
+    # Step costs with an adaptive budget, `costs.numbers_of` a table; None: measured.
+    costs: dict[str, Any] | None = None
     # Further arguments of `LLM`.
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def with_bastion(self, nodes: int, budget: int | str = "adaptive", **keys: Any) -> Engine:
-        """The same engine with method "bastion"; `keys` are given without their `bastion_`.
-
-        On a CPU an adaptive budget has the costs of `Runner`, unless `calibration` is given:
-        measuring them takes longer than all else in these tests.
-        """
+    def with_bastion(
+        self,
+        nodes: int,
+        budget: int | str = "adaptive",
+        costs: dict[str, Any] | None = None if ON_GPU else USUAL,
+        **keys: Any,
+    ) -> Engine:
+        """The same engine with method "bastion"; `keys` are given without their `bastion_`."""
         own = {key if key == "model" else f"bastion_{key}": value for key, value in keys.items()}
-        return self.with_method("bastion", nodes, bastion_budget=budget, **own)
+        engine = self.with_method("bastion", nodes, bastion_budget=budget, **own)
+        return replace(engine, costs=costs if budget == "adaptive" else None)
 
     def with_method(self, method: str, tokens: int, **keys: Any) -> Engine:
         given = {"method": method, "model": DRAFTER, "num_speculative_tokens": tokens, **keys}
-        return replace(self, speculative=given)
+        return replace(self, speculative=given, costs=None)
 
     def with_eager(self) -> Engine:
         """The same engine, not compiled."""
@@ -186,8 +181,6 @@ class Runner:
         self.caches = caches(folder)
         share_machine_code(Path(self.caches["VLLM_BASTION_CACHE"]))
         share_model_infos(Path(self.caches["VLLM_CACHE_ROOT"]))
-        table = StepCostTable.linear(10.0, 0.2, max_rows=512)
-        self._costs = given_costs(table, folder / "costs.json")["calibration"]
         self._environment = environment = {**ENVIRONMENT, **self.caches}
         if ON_GPU:
             # A process that has initialised CUDA must not be forked.
@@ -209,12 +202,9 @@ class Runner:
         With `interpreted=True` an engine on a CPU runs vLLM's Triton kernels in the interpreter;
         with `images=True` requests may have images.
         """
-        arguments = engine.arguments()
-        speculative = arguments.get("speculative_config", {})
-        if speculative.get("bastion_budget") == "adaptive" and not ON_GPU:
-            speculative.setdefault("bastion_calibration", self._costs)
         asked = [{"requests": batch.requests} for batch in batches]
-        spec = {"engine": arguments, "batches": asked, **spec_keys}
+        costs = {} if engine.costs is None or not engine.speculative else {"costs": engine.costs}
+        spec = {"engine": engine.arguments(), "batches": asked, **costs, **spec_keys}
         key = json.dumps(spec, sort_keys=True)
         if key not in self._done:
             self._done[key] = self._pool.submit(self._run, spec, key)

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from tests import interpreter
+from tests.e2e import costs
 
 OURS = ("vllm_bastion", "bastion_kernels")
 THEIRS = ("vllm", "torch", "triton", "sys", "importlib")
@@ -187,6 +188,7 @@ def main(spec: dict[str, Any], out: Path) -> None:
         interpreter.sample_without_triton()
     for name in spec.get("setup", ()):
         resolve_name(name)()
+    costs.install(spec)
     from vllm import LLM, SamplingParams
 
     llm = LLM(**spec["engine"])

@@ -7,6 +7,8 @@ import multiprocessing
 import os
 from typing import Any
 
+from tests.e2e.costs import install
+
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -65,6 +67,7 @@ def generate(spec: dict[str, Any]) -> dict[str, Any]:
     from vllm.v1.metrics.reader import Counter
 
     (batch,) = spec["batches"]
+    install(spec)
     llm = LLM(**spec["engine"])
 
     def decode() -> list[list[int]]:

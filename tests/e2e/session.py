@@ -19,6 +19,7 @@ from vllm.v1.metrics.reader import Counter, Histogram, Vector
 
 from benchmarks.harness.decoder import reported_nodes
 from benchmarks.harness.engine import sampling_params
+from tests.e2e import costs
 
 _METRICS = ("spec_decode", "num_preemptions", "prefix_cache_hits", "bastion")
 # Labels that every metric has.
@@ -67,8 +68,9 @@ class Session:
 
     Args:
         spec: `engine`, keyword arguments of `LLM`; optional `setup`, a list of `module:function`
-            called before the engine is built; optional `probe`, `module:function` called with the
-            session after every engine step of a batch, which returns a list to be collected.
+            called before the engine is built; optional `costs`, its step costs; optional `probe`,
+            `module:function` called with the session after every engine step of a batch, which
+            returns a list to be collected.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -78,6 +80,7 @@ class Session:
                 fill_profiled_attention()
         for name in spec.get("setup", ()):
             resolve_name(name)()
+        costs.install(spec)
         self.llm = LLM(**spec["engine"])
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core

@@ -11,6 +11,7 @@ import os
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from tests.e2e.costs import install
 from tests.e2e.offline import ENVIRONMENT, fork
 from tests.e2e.session import allow_async_scheduling
 
@@ -33,6 +34,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     os.environ.update(ENVIRONMENT)
     fork()
     allow_async_scheduling()
+    install(spec)
     return asyncio.run(_run(spec))
 
 

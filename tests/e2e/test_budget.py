@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from statistics import mean
 
 import pytest
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
-from tests.e2e.engines import GAMMA, Batch, Engine, given_costs
+from tests.e2e.costs import given_costs
+from tests.e2e.engines import GAMMA, Batch, Engine
 from vllm_bastion.policy.cost.table import StepCostTable
 
 pytestmark = pytest.mark.e2e
@@ -27,10 +27,7 @@ _BUDGETS: list[tuple[str, Engine]] = [
     ("lagged, fixed", Engine(eager=True).with_bastion(16, 8, budget_timing="lagged")),
     ("lagged, top-1", Engine(eager=True).with_bastion(32, budget_timing="lagged", top_k=1)),
     # A roofline needs measured steps.
-    (
-        "ema_calib",
-        Engine(eager=True).with_bastion(16, latency_model="ema_calib", calibration="auto"),
-    ),
+    ("ema_calib", Engine(eager=True).with_bastion(16, costs=None, latency_model="ema_calib")),
     ("top-1", Engine(eager=True).with_bastion(GAMMA, GAMMA, top_k=1)),
 ]
 
@@ -47,10 +44,10 @@ def test_all_budgets(compare: Comparison, label: str, engine: Engine) -> None:
     compare.oracle(f"{label}, oracle", batches, plain, engine)
 
 
-def test_lagged(compare: Comparison, tmp_path: Path) -> None:
+def test_lagged(compare: Comparison) -> None:
     """Lagged timing, as on a GPU: the previous scores size a step, and the device shares it out."""
     # Rows cost enough to make the shares unequal, but not so much that nothing is drafted.
-    costs = given_costs(StepCostTable.linear(10.0, 0.4, max_rows=128), tmp_path / "costs.json")
+    costs = given_costs(StepCostTable.linear(10.0, 0.4, max_rows=128))
     batches = [cases.greedy(2, tokens=48), cases.sampled(3, tokens=48), cases.stops()]
     engine = Engine(eager=True).with_async()
     tree = engine.with_bastion(16, budget_timing="lagged", **costs)
@@ -69,9 +66,9 @@ def test_lagged(compare: Comparison, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("timing", ["exact", "lagged"])
-def test_requests_with_their_own_budgets(compare: Comparison, tmp_path: Path, timing: str) -> None:
+def test_requests_with_their_own_budgets(compare: Comparison, timing: str) -> None:
     """Plain decoding, small trees and full ones in the same steps."""
-    costs = given_costs(StepCostTable.linear(10.0, 0.05, max_rows=128), tmp_path / "costs.json")
+    costs = given_costs(StepCostTable.linear(10.0, 0.05, max_rows=128))
     limits, bare = [0, 3, None, 0, 16], Batch("requests with their own budgets")
     mixed, most = Batch(bare.case), {}
     for at, (name, text) in enumerate(cases.some(4)):
@@ -94,9 +91,9 @@ def test_requests_with_their_own_budgets(compare: Comparison, tmp_path: Path, ti
     assert all((nodes > 0) == (most[name] > 0) for name, nodes in seen.items()), seen
 
 
-def test_nothing_is_drafted_that_no_reply_can_use(compare: Comparison, tmp_path: Path) -> None:
+def test_nothing_is_drafted_that_no_reply_can_use(compare: Comparison) -> None:
     """Drafts are free, so every other step has one."""
-    free = given_costs(StepCostTable.flat(10.0, max_rows=512), tmp_path / "costs.json")
+    free = given_costs(StepCostTable.flat(10.0, max_rows=512))
     batch = Batch("short replies")
     for (name, text), tokens in zip(cases.some(3), (2, 2, 1, 24, 3, 1, 17, 33, 9), strict=True):
         batch.add(name, text, temperature=0, max_tokens=tokens, ignore_eos=True)
@@ -127,14 +124,14 @@ TABLES = {
 
 
 @pytest.mark.slow
-def test_the_budget_follows_the_cost_table(compare: Comparison, tmp_path: Path) -> None:
+def test_the_budget_follows_the_cost_table(compare: Comparison) -> None:
     case = "cost tables from flat to hopeless, T=0"
     batch = cases.texts(case, 1, max_tokens=64, ignore_eos=True)
     # Batch size 1: the paper's rule; no step is shared.
     plain = Engine(max_num_seqs=1, eager=True)
     runs = {}
     for name, table in TABLES.items():
-        costs = given_costs(table, tmp_path / f"{name}.json")
+        costs = given_costs(table)
         # A tree of copies alone has only as many nodes as the copy has tokens.
         engine = plain.with_bastion(NODES, lookup=False, **costs)
         runs[name] = compare.submit(engine, [batch])

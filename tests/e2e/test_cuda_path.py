@@ -14,7 +14,8 @@ import pytest
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison, answers, assert_winding
-from tests.e2e.engines import Batch, Engine, Runner, given_costs
+from tests.e2e.costs import given_costs
+from tests.e2e.engines import Batch, Engine, Runner
 from tests.e2e.marks import on_cpu
 from tests.e2e.targets import make_scaled, make_target
 from vllm_bastion.policy.cost.table import StepCostTable
@@ -37,9 +38,9 @@ def batch() -> Batch:
     return out
 
 
-def costs(folder: Path, timing: str) -> dict[str, str]:
+def costs(timing: str) -> dict[str, Any]:
     table = StepCostTable.linear(10.0, 0.4, max_rows=128)
-    return {**given_costs(table, folder / "costs.json"), "budget_timing": timing}
+    return {**given_costs(table), "budget_timing": timing}
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_tokens_equal_plain_decoding(
     expected = compare.run(plain, requests, setup=SETUP, interpreted=True)
     # With exact timing the controller chose plain steps nearly always: 14 of 17 without trees.
     budget = "adaptive" if timing == "lagged" else 8
-    tree = plain.with_bastion(8, budget, top_k=4, **costs(tmp_path, timing))
+    tree = plain.with_bastion(8, budget, top_k=4, **costs(timing))
     known = {"answers": answers(expected)}
     run = compare.run(tree, requests, setup=SETUP, oracle=known, interpreted=True)
     compare.same(

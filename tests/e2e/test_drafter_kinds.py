@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison, leaving_the_chain
+from tests.e2e.costs import given_costs
 from tests.e2e.drafters import (
     CAUSAL,
     HEADS,
@@ -18,7 +19,7 @@ from tests.e2e.drafters import (
     REDUCED,
     make_drafter,
 )
-from tests.e2e.engines import GAMMA, ROOT, Batch, Engine, Runner, given_costs
+from tests.e2e.engines import GAMMA, ROOT, Batch, Engine, Runner
 from tests.e2e.marks import slow
 from vllm_bastion.policy.cost.table import StepCostTable
 
@@ -69,7 +70,7 @@ def test_tokens_equal_plain_decoding(kind: str, compare: Comparison, folder: Pat
 @pytest.mark.parametrize("kind", ALL)
 def test_tokens_with_lagged_timing(kind: str, compare: Comparison, folder: Path) -> None:
     drafter, batches = make_drafter(kind, folder / f"{kind}-lagged"), [together()]
-    costs = given_costs(StepCostTable.linear(10.0, 0.4, max_rows=128), folder / "costs.json")
+    costs = given_costs(StepCostTable.linear(10.0, 0.4, max_rows=128))
     tree = PLAIN.with_bastion(24, model=drafter, budget_timing="lagged", **costs).with_async()
     compare.both(f"{kind}, lagged", batches, PLAIN, tree)
 

@@ -76,7 +76,7 @@ def seen(session: Any) -> list[dict[str, Any]]:
 def _calibrated(runner: Runner, target: str, **spec: Any) -> list[dict[str, Any]]:
     """Forward passes of the calibration of an engine with this target."""
     plain = Engine(max_num_seqs=8, eager=True).of(model=target, **spec.pop("arguments", {}))
-    engine = plain.with_bastion(15, calibration="auto")
+    engine = plain.with_bastion(15, costs=None)
     setup = [*spec.pop("setup", ()), "tests.e2e.test_experts:watch"]
     probe = "tests.e2e.test_experts:seen"
     run = runner.run(engine, [cases.greedy(1, tokens=4)], setup=setup, probe=probe, **spec)
@@ -112,7 +112,8 @@ def _two_ranks(engine: Engine, folder: Path, caches: dict[str, str]) -> list[dic
         port = str(free.getsockname()[1])
     ranks = []
     for rank, (prompts, tokens) in enumerate([(["def f(x):", "import"], 24), (["def f(x):"], 4)]):
-        spec = {"engine": engine.arguments(), "prompts": prompts, "tokens": tokens}
+        spec = {"engine": engine.arguments(), "prompts": prompts, "tokens": tokens,
+                "costs": engine.costs}  # fmt: skip
         names = {"RANK": str(rank), "RANK_LOCAL": str(rank), "SIZE": "2",
                  "MASTER_IP": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
         environment = os.environ | ENVIRONMENT | caches | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -138,8 +139,8 @@ def _two_ranks(engine: Engine, folder: Path, caches: dict[str, str]) -> list[dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("calibration", ["off", "auto"])
-def test_two_data_parallel_ranks(runner: Runner, tmp_path: Path, calibration: str) -> None:
+@pytest.mark.parametrize("measured", [False, True])
+def test_two_data_parallel_ranks(runner: Runner, tmp_path: Path, measured: bool) -> None:
     """The tokens of plain ranks; when one rank is done, the other does not pay for its trees.
 
     Ranks that are measured together decide alone, so steps of one may be plain.
@@ -147,10 +148,10 @@ def test_two_data_parallel_ranks(runner: Runner, tmp_path: Path, calibration: st
     target = make_target("qwen3-moe", tmp_path / "target", num_experts=EXPERTS)
     plain = Engine(eager=True, extra={"model": target})
     expected = _two_ranks(plain, tmp_path / "plain", runner.caches)
-    bastion = plain.with_bastion(15, calibration=calibration)
+    bastion = plain.with_bastion(15, **({"costs": None} if measured else {}))
     made = _two_ranks(bastion, tmp_path / "bastion", runner.caches)
     assert [rank["tokens"] for rank in made] == [rank["tokens"] for rank in expected]
-    if calibration == "auto":
+    if measured:
         return
     steps = made[1]["steps"]
     idle = [step["ranks"] for step in steps if step["dummy"]]

@@ -29,10 +29,9 @@ _CPU = Engine(max_num_seqs=2, eager=True, extra={"dtype": "bfloat16"})
 # name -> (with method "bastion", without, setup of both, environments of both)
 ENGINES: dict[str, tuple[Engine, Engine, list[str], dict[str, str], dict[str, str]]] = {
     # The second one does not load the plugin at all.
-    "CPU": (_CPU.with_bastion(8, calibration="off"), _CPU, [], {}, {"VLLM_PLUGINS": ""}),
+    "CPU": (_CPU.with_bastion(8), _CPU, [], {}, {"VLLM_PLUGINS": ""}),
     "CUDA path": (
-        PLAIN.with_bastion(8, top_k=4, calibration="off"), PLAIN, SETUP, _INTERPRETED,
-        _INTERPRETED,
+        PLAIN.with_bastion(8, top_k=4), PLAIN, SETUP, _INTERPRETED, _INTERPRETED,
     ),
 }  # fmt: skip
 # Rows that one of the two engines must show. Any other `when` is a condition of its own.
@@ -42,6 +41,7 @@ SHOWN = (EVERY_PROCESS, BASTION_WORKER, NATIVE_WORKER)
 def _survey(engine: Engine, setup: list[str], variables: dict[str, str], out: Path) -> Any:
     spec = {
         "engine": engine.arguments(),
+        "costs": engine.costs,
         "setup": setup,
         "prompts": ["def f(x):", "import"],
         "tokens": [6, 4],

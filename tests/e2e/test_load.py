@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from benchmarks import RESULTS
-from benchmarks.replay.costs import CostSource, from_profile
+from benchmarks.replay.costs import from_profile
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
-from tests.e2e.engines import GAMMA, Batch, Engine, given_costs
+from tests.e2e.costs import given_costs
+from tests.e2e.engines import GAMMA, Batch, Engine
 from tests.e2e.marks import slow
 from vllm_bastion.policy.cost.table import StepCostTable
 
@@ -30,11 +28,6 @@ def crowd(tokens: int) -> Batch:
     return cases.texts(case, REQUESTS // 3, prefix="load-", max_tokens=tokens, ignore_eos=True)
 
 
-def with_costs(engine: Engine, source: CostSource, folder: Path, **keys: Any) -> Engine:
-    costs = given_costs(source.table, folder / "costs.json", source.calibrated)
-    return engine.with_bastion(NODES, **costs, **keys)
-
-
 @pytest.mark.parametrize(
     ("costs", "most", "mode"),
     [
@@ -45,15 +38,14 @@ def with_costs(engine: Engine, source: CostSource, folder: Path, **keys: Any) ->
     ],
 )
 def test_large_batches_where_drafts_hardly_pay_take_as_many_steps_as_plain_decoding(
-    compare: Comparison, tmp_path: Path, costs: str, most: float, mode: str
+    compare: Comparison, costs: str, most: float, mode: str
 ) -> None:
     """Where trees never pay, no more steps than plain decoding and the trials."""
-    if costs == "never":
-        source = CostSource(costs, HOPELESS, None)
-    else:
-        source = from_profile(costs, RESULTS / "cpu-profile.json", TOKEN_LIMIT)
+    table = HOPELESS
+    if costs == "this CPU":
+        table = from_profile(costs, RESULTS / "cpu-profile.json", TOKEN_LIMIT).table
     engine = Engine(max_num_seqs=REQUESTS, eager=True).with_async(mode == "async")
-    asked = with_costs(engine, source, tmp_path)
+    asked = engine.with_bastion(NODES, **given_costs(table))
     plain, tree = compare.both(f"costs of {costs}, {mode}", [crowd(30)], engine, asked)
     left, right = plain["batches"][0], tree["batches"][0]
     print(f"{costs}, {mode}: {right['forwards']} forwards, plain {left['forwards']}")
@@ -64,13 +56,11 @@ def test_large_batches_where_drafts_hardly_pay_take_as_many_steps_as_plain_decod
 
 # Eager: no other test has this limit of requests, so compiling would cost a third compilation.
 @pytest.mark.parametrize("eager", [True, slow(False)], ids=["eager", "compiled"])
-def test_the_drafter_may_need_more_rows_than_a_step_has(
-    compare: Comparison, tmp_path: Path, eager: bool
-) -> None:
+def test_the_drafter_may_need_more_rows_than_a_step_has(compare: Comparison, eager: bool) -> None:
     """The drafter's R x (1 + gamma) rows are more than the token limit, and drafting pays."""
     engine = Engine(max_num_seqs=REQUESTS, eager=eager)
     # Every step drafts: none has copies alone.
-    flat = with_costs(engine, CostSource("flat", FLAT, None), tmp_path, lookup=False)
+    flat = engine.with_bastion(NODES, lookup=False, **given_costs(FLAT))
     plain, tree = compare.both("costs of flat", [crowd(48)], engine.with_eager(), flat)
     left, right = plain["batches"][0], tree["batches"][0]
     print(f"flat: {right['forwards']} forwards, plain {left['forwards']}")

@@ -11,7 +11,8 @@ import pytest
 from benchmarks.random_drafter import write_random
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
-from tests.e2e.engines import DRAFTER, Batch, Engine, given_costs
+from tests.e2e.costs import given_costs
+from tests.e2e.engines import DRAFTER, Batch, Engine
 from tests.e2e.marks import slow
 from vllm_bastion.policy.cost.table import StepCostTable
 
@@ -30,9 +31,9 @@ def repeating() -> Batch:
     return batch
 
 
-def costs(folder: Path, drafter_ms: float) -> dict[str, Any]:
+def costs(drafter_ms: float) -> dict[str, Any]:
     table = StepCostTable.linear(10.0, 0.3, max_rows=128, drafter_ms=drafter_ms)
-    return given_costs(table, folder / f"{drafter_ms}.json")
+    return given_costs(table)
 
 
 def steps_because(run: dict[str, Any], reason: str) -> float:
@@ -47,8 +48,8 @@ def by_source(run: dict[str, Any], what: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("mode", ["lagged", slow("sync"), slow("async")])
-def test_copies_alone_where_a_draft_is_dear(compare: Comparison, tmp_path: Path, mode: str) -> None:
-    keys = costs(tmp_path, drafter_ms=1000.0)
+def test_copies_alone_where_a_draft_is_dear(compare: Comparison, mode: str) -> None:
+    keys = costs(drafter_ms=1000.0)
     if mode == "lagged":
         keys["budget_timing"] = "lagged"
     tree = PLAIN.with_bastion(32, lookup=True, **keys)
@@ -74,7 +75,7 @@ def test_a_drafter_that_is_never_right_gets_no_credit_for_copies(
 ) -> None:
     """Its trees hold copies too, which are right: what they bring is not the drafter's."""
     drafter = write_random(Path(DRAFTER), tmp_path / "random")
-    keys = costs(tmp_path, drafter_ms=1.0)
+    keys = costs(drafter_ms=1.0)
     tree = PLAIN.with_bastion(32, lookup=True, model=str(drafter), **keys)
     _, done = compare.both("copies beside wrong drafts", [half_repeating()], PLAIN, tree)
     assert steps_because(done, "pays") < 0.3 * steps_because(done, "copies alone")

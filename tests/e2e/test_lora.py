@@ -44,7 +44,7 @@ def test_rows_of_a_tree_get_their_requests_adapter(
     plain = Engine(eager=True).of(enable_lora=True, max_loras=3, max_lora_rank=RANK)
     requests = [adapted(tmp_path, 3, 40, head)]
     # Trees of different sizes in one step: budgets follow from costs, given or measured.
-    tree = plain.with_bastion(24, **({"calibration": "auto"} if head else costs(tmp_path, "auto")))
+    tree = plain.with_bastion(24, **({"costs": None} if head else costs("auto")))
     expected, run = compare.run(plain, requests), compare.run(tree, requests)
     compare.same(f"adapters, head {head}", requests, expected, run, plain)
     outcome = run["batches"][0]

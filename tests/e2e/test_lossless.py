@@ -55,7 +55,7 @@ class Matrix:
         # Only the slow lane compiles plain decoding, and the oracle, which is no real drafter.
         self._known = engine if everything else engine.with_eager()
         self._plain = runner.submit(self._known, self.batches)
-        measured = {"calibration": "auto"} if everything else {}
+        measured: dict[str, Any] = {"costs": None} if everything else {}
         self._tree = runner.submit(engine.with_bastion(16, **measured), self.batches)
         # The oracle needs plain decoding's answers first.
         self._plain.add_done_callback(lambda done: done.exception() or self._oracle())

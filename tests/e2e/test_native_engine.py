@@ -156,7 +156,7 @@ def test_vllms_scan_of_all_modules_gets_past_llvmlite() -> None:
 @on_cpu
 def test_engines_start_one_after_another_in_one_process(runner: Runner) -> None:
     """A process that has imported Numba, as an engine does, can start another engine."""
-    off = _KEYS | {"bastion_budget": "adaptive", "bastion_calibration": "off"}
+    off = _KEYS | {"bastion_budget": "adaptive"}
     adaptive = {"speculative_config": off}
     first, *others = (tokens for _, tokens in run(runner, adaptive, adaptive, {}, in_one=True))
     assert others == [first, first]

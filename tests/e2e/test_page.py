@@ -4,10 +4,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,11 +14,10 @@ from typing import Any
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.engines import DRAFTER, ROOT, TARGET, Runner
+from tests.e2e.engines import TARGET, Runner
 from tests.e2e.marks import on_cpu
-from tests.e2e.test_serving import SPECULATIVE, Server, environment, serving
+from tests.e2e.test_serving import SPECULATIVE, Server, serving
 from tests.page.browser import MISSING, Browser, find_chromium
-from vllm_bastion.page.document import with_data
 from vllm_bastion.telemetry.seen_trees import LOOK_S
 
 pytestmark = on_cpu("starts a CPU server", pytest.mark.slow)
@@ -124,60 +120,3 @@ def test_nothing_is_collected_while_nobody_looks(server: Server) -> None:
     answer = server.post("/v1/completions", prompt="y = ", temperature=0, max_tokens=30)
     trees = json.loads(server.get("/v1/bastion"))["page"]["trees"]
     assert any(tree["request"].startswith(answer["id"]) for tree in trees)
-
-
-_EXPLAIN = """
-import json, sys
-from vllm_bastion.cli.explain import explain
-options = ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "2", "--max-model-len", "256",
-    "--speculative-config", json.dumps({"num_speculative_tokens": 12, "bastion_budget": 12})]
-if __name__ == "__main__":
-    snapshots, emitted = explain(sys.argv[1], sys.argv[2], ["def add(a, b):"], 40, options)
-    with open(sys.argv[3], "w") as file:
-        json.dump([snapshots, emitted], file)
-"""
-
-
-def test_an_offline_run_as_a_file(
-    tmp_path: Path, target: str, runner: Runner, request: Any
-) -> None:
-    """Its trees yield the tokens that the engine emitted, one step after the other."""
-    script, out = tmp_path / "explain_it.py", tmp_path / "out.json"
-    script.write_text(_EXPLAIN)
-    done = subprocess.run(
-        [sys.executable, str(script), target, DRAFTER, str(out)],
-        env=environment(runner.caches) | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    snapshots, (emitted,) = json.loads(out.read_text())
-    last = snapshots[-1]
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(Path(target) / "tokenizer.json"))
-    texts = [tokenizer.decode([token], skip_special_tokens=False) for token in emitted]
-    trees = last["page"]["trees"]
-    assert len(trees) >= 3
-    at = 1  # the prompt's step emits a token without a tree
-    for tree in trees:
-        assert tree["root"] == texts[at - 1]
-        new = tree["emitted"][: len(texts) - at]
-        assert texts[at : at + len(new)] == new
-        path = [tree["tokens"][node - 1] for node in tree["path"]]
-        assert tree["emitted"][:-1] == path
-        parents = [0, *tree["path"]]
-        assert [tree["parents"][node - 1] for node in tree["path"]] == parents[:-1]
-        assert len(tree["tokens"]) == len(tree["scores"]) == 12
-        assert all(0 < score <= 1 for score in tree["scores"])
-        at += len(tree["emitted"])
-    assert last["trees"] == len(trees)
-    assert last["accepted"] == sum(len(tree["path"]) for tree in trees)
-    if find_chromium() is None:
-        pytest.skip(f"the engine's part passed; {MISSING}")
-    browser = request.getfixturevalue("browser")
-    page = tmp_path / "bastion.html"
-    page.write_text(with_data(snapshots))
-    browser.open(page.as_uri())
-    assert browser.run("return document.querySelectorAll('#trees pre').length") == len(trees)
-    assert "recorded" in browser.run("return document.getElementById('state').textContent")
-    assert browser.errors() == []

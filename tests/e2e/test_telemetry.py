@@ -126,7 +126,6 @@ def test_the_servers_metrics_are_whole(
                 )
                 assert values(text, "bastion_accepted_by_depth_total", depth=str(depth)) == vllms
             assert values(text, "bastion_steps_total", kind="tree") > 0
-            assert values(text, "bastion_profile_timestamp_seconds") > 1.6e9
             own = [line for line in text.splitlines() if line.startswith("vllm:bastion_")]
             assert all('engine="0"' in line and "model_name=" in line for line in own)
         # vLLM logs statistics once a second here, and with several API servers never.

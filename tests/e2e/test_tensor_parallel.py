@@ -55,10 +55,9 @@ def test_two_workers_give_the_tokens_and_trees_of_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("calibration", ["off", "auto"])
-def test_two_workers_have_the_same_costs(runner: Runner, calibration: str) -> None:
+def test_two_workers_have_the_same_costs(runner: Runner) -> None:
     """Two measurements always differ; the workers' costs are equal to the last bit."""
-    engine = Engine(max_num_seqs=3, eager=True).with_bastion(16, calibration=calibration)
+    engine = Engine(max_num_seqs=3, eager=True).with_bastion(16, costs=None)
     believed = generate(runner, engine, cases.greedy(1, tokens=4))["costs"]
     assert len(believed) == 2 and len(believed[0]) == 129
     assert believed[0] == believed[1]
@@ -67,11 +66,11 @@ def test_two_workers_have_the_same_costs(runner: Runner, calibration: str) -> No
 @pytest.mark.slow
 def test_two_workers_learn_the_same_from_the_first_ones_clock(runner: Runner) -> None:
     """Step times go to the scheduler and come back to both workers."""
-    engine = Engine(max_num_seqs=2, eager=True).with_bastion(16, calibration="off")
+    engine = Engine(max_num_seqs=2, eager=True).with_bastion(16)
     batch = cases.greedy(6, tokens=120)
     result = generate(runner, engine, batch, slows_down=True)
     before, after = result["corrections"]
     assert before[0] == before[1] and after[0] == after[1]
-    # A roofline knows little of a CPU: what was learned first is large, and then three times that.
+    # The given costs are far from this machine's, so what was learned first counts, too.
     slower = [after[0][kind] / before[0][kind] for kind in ("plain", "copies", "tree")]
     assert min(slower) > 1.8, (before, after)

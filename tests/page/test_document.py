@@ -14,7 +14,6 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-from vllm_bastion import cli
 from vllm_bastion.hooks.server import load_endpoint_plugins
 from vllm_bastion.page.document import content_security_policy, decoded, html, with_data
 from vllm_bastion.page.endpoint import BastionPage
@@ -66,26 +65,6 @@ def test_data_in_a_file_cannot_leave_their_element() -> None:
     assert json.loads(data)[0]["page"]["trees"][0]["tokens"] == EVIL
     assert not set("<>&") & set(data)
     assert script == Scripts(html()).texts[1]
-
-
-def test_explain_writes_the_page(
-    pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The command around a run; tests/e2e/test_page.py has the run itself."""
-    shown = [decoded(snapshot(), 1.0, str)]
-    calls: list[Any] = []
-
-    def run(*given: Any) -> Any:
-        calls.append(given)
-        return shown, [[0]]
-
-    monkeypatch.setattr("vllm_bastion.cli.explain.explain", run)
-    out = tmp_path / "bastion.html"
-    words = ["explain", *pair, "--prompt", "a", "--prompt", "b", "--tokens", "5"]
-    options = ["--max-num-seqs", "2", "--load-format", "dummy"]
-    assert cli.main([*words, "--page", str(out), *options]) == 0
-    assert calls == [(*pair, ["a", "b"], 5, options)]
-    assert out.read_text() == with_data(shown)
 
 
 def test_the_page_needs_nothing_from_elsewhere() -> None:

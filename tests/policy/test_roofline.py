@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The appendix's roofline, worked out by hand for three models, and what a calibration makes of it.
 
-It recovers known coefficients, survives outliers and is judged on unseen points.
+It recovers known coefficients and survives outliers.
 """
 
 from types import SimpleNamespace
@@ -15,8 +15,6 @@ from vllm_bastion.policy.cost.paper import (
     ModelShape,
     Roofline,
     calibrate,
-    calibrate_and_report,
-    rmse,
 )
 
 QWEN3_4B = {
@@ -193,27 +191,10 @@ def test_outliers_are_outvoted():
     assert np.max(np.abs(got / clean - 1)) < 0.15
 
 
-def test_error_is_reported_on_points_that_were_not_fitted():
-    report = calibrate_and_report(A100, _grid(noise=0.02))
-    assert report.num_held_out == len(ROWS) * len(CONTEXTS) // 4
-    assert report.num_fitted + report.num_held_out == len(ROWS) * len(CONTEXTS)
-    # the bare roofline is off by a third or more here
-    assert report.reduction > 0.87
-    assert report.rmse_after < report.rmse_before
-
-
-def test_an_overfit_would_show_in_the_held_out_error():
-    # times that have nothing to do with rows or context cannot be predicted
-    rng = np.random.default_rng(0)
-    noise = [(s, c, 20 + 30 * rng.random()) for s in ROWS for c in CONTEXTS]
-    report = calibrate_and_report(A100, noise)
-    assert report.rmse_after > 5.0
-
-
 def test_a_grid_of_one_branch_leaves_a_usable_curve():
     memory_bound = [(s, c, ms) for s, c, ms in _grid() if s <= 32]
     fitted = calibrate(A100, memory_bound)
-    assert rmse(fitted, memory_bound) < 0.05
+    assert all(abs(float(fitted.predict_ms(s, c)) - ms) < 0.1 for s, c, ms in memory_bound)
     curve = fitted.predict_ms(np.arange(1, 1025, dtype=float), 256)
     assert np.isfinite(curve).all() and (curve > 0).all() and (np.diff(curve) >= 0).all()
 
@@ -227,8 +208,8 @@ def test_calibrated_curve_stays_convex_and_monotone():
 
 def test_an_engine_dominated_by_overhead_is_a_constant():
     samples = [(s, c, 90.0 + 0.001 * s) for s in ROWS for c in CONTEXTS]
-    report = calibrate_and_report(A100, samples)
-    assert report.rmse_after < 0.2 and report.reduction > 0.87
+    fitted = calibrate(A100, samples)
+    assert all(abs(float(fitted.predict_ms(s, c)) - ms) < 0.5 for s, c, ms in samples)
 
 
 def test_small_steps_weigh_more_than_large_ones():
@@ -242,7 +223,5 @@ def test_small_steps_weigh_more_than_large_ones():
 def test_one_point_and_no_point():
     fitted = calibrate(A100, [(8, 64, 33.0)])
     assert float(fitted.predict_ms(8, 64)) == pytest.approx(33.0, rel=0.01)
-    report = calibrate_and_report(A100, [(8, 64, 33.0), (16, 64, 34.0)])
-    assert report.num_held_out == 0
     with pytest.raises(ValueError, match="at least one"):
         calibrate(A100, [])

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step-cost table: staircase, interpolation, monotone under noise, bad input."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -83,8 +81,6 @@ def test_positions_that_are_not_predicted_are_not_paid():
     assert table.drafter_ms(4, spared=10) == pytest.approx(4.0)
     assert table.drafter_ms(2, spared=3) == pytest.approx(5.0 - 3 * (0.1 + 0.4 / 3))
     assert table.drafter_ms(4, spared=100) == 0.0
-    again = StepCostTable.from_json(json.loads(json.dumps(table.to_json())))
-    assert again.drafter_ms(4, spared=10) == table.drafter_ms(4, spared=10)
     assert StepCostTable([(1, 0, 5.0)], [(1, 3.0)], max_rows=8).drafter_ms(1, spared=10) == 3.0
 
 
@@ -163,15 +159,13 @@ def test_plain_step_has_no_drafter_and_its_own_overhead():
     [
         {"samples": []}, {"samples": [[1, 0, float("nan")]]}, {"samples": [[1, 0, -1.0]]},
         {"samples": [[0, 0, 1.0]]}, {"samples": [[1, float("inf"), 1.0]]}, {"samples": [[1]]},
-        {"samples": "abc"}, {"samples": None}, {"drafter_samples": [[1, 0.0]]},
-        {"position_samples": [[1, -0.1]]}, {"aux_ms": -1.0}, {"aux_ms": "fast"}, {"max_rows": 0},
-        {"captured_sizes": [0]},
+        {"drafter_samples": [[1, 0.0]]}, {"position_samples": [[1, -0.1]]}, {"aux_ms": -1.0},
+        {"max_rows": 0}, {"captured_sizes": [0]},
     ],
 )  # fmt: skip
-def test_bad_json_is_refused(change):
-    data = StepCostTable.flat(max_rows=4).to_json() | change
+def test_times_that_none_can_be_are_refused(change):
     with pytest.raises(ValueError):
-        StepCostTable.from_json(data)
+        StepCostTable(**({"samples": [(1, 0, 1.0)], "max_rows": 4} | change))
 
 
 def test_context_buckets_are_stable_and_fine():
@@ -179,12 +173,3 @@ def test_context_buckets_are_stable_and_fine():
         bucket = context_bucket(context)
         assert context_bucket(bucket_context(bucket)) == bucket
         assert abs(bucket_context(bucket) - context) <= 0.06 * (context + 64)
-
-
-def test_a_table_serves_an_engine_with_another_row_limit() -> None:
-    table = StepCostTable.linear(5.0, 0.25, max_rows=64, drafter_ms=1.0, aux_ms=0.5)
-    longer = table.with_max_rows(200)
-    assert longer.cost_ms(1, 0).shape == (201,)
-    np.testing.assert_allclose(longer.cost_ms(1, 0)[:65], table.cost_ms(1, 0), rtol=1e-6)
-    assert longer.cost_ms(1, 0)[200] == pytest.approx(5.0 + 0.25 * 200 + 1.5)
-    assert table.with_max_rows(64) is table

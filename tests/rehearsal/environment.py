@@ -28,7 +28,6 @@ def variables() -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(_CACHES / "inductor"),
         "VLLM_CACHE_ROOT": str(_CACHES / "vllm"),
         "XDG_CACHE_HOME": str(_CACHES),
-        # Empty each time, so that calibration is rehearsed as well.
         "VLLM_BASTION_CACHE": tempfile.mkdtemp(prefix="rehearsal-"),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # FlashInfer would compile its sampler first.

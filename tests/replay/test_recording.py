@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks import RESULTS
 from benchmarks.harness.decoder import Completion, count
 from benchmarks.probes import SeenTree
-from benchmarks.replay.costs import paper_a100
+from benchmarks.replay.costs import from_profile, numbers_of, paper_a100, table_of
 from benchmarks.replay.recording import (
     Drafted,
     Emitted,
@@ -19,8 +21,6 @@ from benchmarks.replay.recording import (
     recording_of,
     save_recording,
 )
-from tests.e2e.engines import given_costs
-from vllm_bastion.policy.cost.store import read_profile
 
 
 def test_drafts_come_in_any_order_and_those_that_cannot_be_replayed_are_dropped(
@@ -68,12 +68,28 @@ def test_the_length_that_a_chain_would_have_had_accepted(path: list[int], chain:
     assert seen.accepted == len(path) - 1
 
 
-def test_a_gpus_costs_are_written_as_a_profile(tmp_path: Path) -> None:
-    source = paper_a100(128)
-    keys = given_costs(source.table, tmp_path / "a100.json", source.calibrated)
-    profile = read_profile(Path(keys["calibration"]))
-    costs = profile.table.cost_ms(1, 100.0)
+def test_measured_costs_are_read_and_written() -> None:
+    source = from_profile("H100", RESULTS / "gpu" / "4B-h100-profile.json", 600)
+    numbers = json.loads(json.dumps(numbers_of(source.table)))
+    assert len(numbers["samples"]) == 434
+    again = table_of(numbers, 600, source.calibrated)
+    for reqs, context in ((1, 100.0), (16, 20_000.0)):
+        np.testing.assert_array_equal(
+            again.cost_ms(reqs, context), source.table.cost_ms(reqs, context)
+        )
+    assert again.plain_ms(4, 0) == source.table.plain_ms(4, 0)
+
+
+def test_the_papers_points() -> None:
+    costs = paper_a100(128).table.cost_ms(1, 100.0)
     assert len(costs) == 129
     # The paper's 22.0 ms at 32 nodes and 55.9 ms at 1024, with the drafter's 3.06 ms on top.
     assert costs[32] == pytest.approx(25.06, abs=0.1)
     assert costs[128] == pytest.approx(25.06 + 96 * 33.9 / 992, abs=0.1)
+
+
+def test_another_file_is_refused_by_name(tmp_path: Path) -> None:
+    for text in ("{}", "notes", '{"calibrated": null, "table": {"samples": []}}'):
+        (tmp_path / "costs.json").write_text(text)
+        with pytest.raises(ValueError, match=r"costs\.json"):
+            from_profile("x", tmp_path / "costs.json", 8)

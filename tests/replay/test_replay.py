@@ -6,7 +6,7 @@ import pytest
 from synthetic_recording import synthetic_recording
 
 from benchmarks import RESULTS
-from benchmarks.replay.costs import CostSource, from_profile, paper_a100
+from benchmarks.replay.costs import CostSource, from_profile, numbers_of, paper_a100, table_of
 from benchmarks.replay.lookup import NODES, Engine
 from benchmarks.replay.policies import Adaptive, Beam, Chain, Fixed, Plain
 from benchmarks.replay.recording import Drafted, Emitted, load_recording, recording_of
@@ -191,13 +191,13 @@ def recorded():
 def test_lagged_budgets_keep_up_with_the_best_fixed_one(recorded, batch, budgets):
     """The profile does not know what steps beyond the graphs really take, and batches grow."""
     source = from_profile("H100", RESULTS / "gpu" / "4B-h100-profile.json", 16 * (MOST + 1))
-    data = source.table.to_json()
+    data = numbers_of(source.table)
     data["samples"] = [
         (LARGEST_GRAPH + 1, context, HOST_MS, reqs) if rows == 576
         else (rows, context, max(ms, HOST_MS) if rows > LARGEST_GRAPH else ms, reqs)
         for rows, context, ms, reqs in data["samples"]
     ]  # fmt: skip
-    really = StepCostTable.from_json(data, source.calibrated)
+    really = table_of(data, source.table.max_rows, source.calibrated)
     requests = recorded.interleaved() * (batch // 4)
 
     def seconds(policy):

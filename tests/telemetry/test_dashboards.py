@@ -23,7 +23,7 @@ def labels_of() -> dict[str, set[str]]:
     """Labels of every sample that a server shows."""
     registry, metrics = registered({0: ["tiny", "0"]})
     sums = Totals()
-    now = {"tree": 1.0, "rows": 1.0, "gain": 1.0, "profile_time": 1.0}
+    now = {"tree": 1.0, "rows": 1.0, "gain": 1.0}
     times = [StepTime("tree", 9, 1.0, 1.0)]
     step = StepRecord("tree", "pays", 1, 9, [8], [3], 1.0, 1.0, 1.0, 1.0, times, now)
     step.sources = [5, 2, 1, 1, 1, 1]

@@ -8,42 +8,34 @@ added to the forward pass.
 
 Decisions depend on how the times of sizes compare, and a host's memory can be slow for seconds at a
 time. So every size is timed once before any is timed again: a slow period then affects all sizes.
-Points whose times contradict others' are timed again, see `policy.cost.doubts`.
 
 Beyond the captured graphs the host launches kernels one by one, and may be slower than the device.
 The device must be idle when such a step is timed: earlier work would hide the host's time, which
 counts when such steps follow each other.
+
+Ranks that step together run the same steps and use rank 0's numbers. `group` is their
+``GroupCoordinator`` of vLLM.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from vllm_bastion.calibration.agreement import from_rank_0
-from vllm_bastion.calibration.load import CpuTimes
-from vllm_bastion.calibration.points import (
-    REPEATS,
-    REPEATS_FAR,
-    Limits,
-    repeats_after,
-    sizes_to_measure,
-    tree_shapes,
-)
+from vllm_bastion.calibration.points import REPEATS, Limits, sizes_to_measure, tree_shapes
 from vllm_bastion.calibration.tree_steps import TreeSteps
 from vllm_bastion.engine.runtime import runtime_of
 from vllm_bastion.logger import init_logger
 from vllm_bastion.platform import current_host
-from vllm_bastion.policy.cost.doubts import Point, doubts, settled
+from vllm_bastion.policy.cost.devices import device_spec
 from vllm_bastion.policy.cost.forward_times import Sample
-from vllm_bastion.policy.cost.paper import Roofline, calibrate_and_report
-from vllm_bastion.policy.cost.store import Profile, ProfileKey
+from vllm_bastion.policy.cost.paper import ModelShape, Roofline, calibrate
 from vllm_bastion.policy.cost.table import StepCostTable, padded_rows
 from vllm_bastion.policy.cost.timing import new_mark
 
@@ -51,28 +43,37 @@ logger = init_logger(__name__)
 
 # Trees whose step takes longer are timed with the shortest context only.
 _SLOW_S = 0.3
-# Contradictory times are measured at most this many more times, for about this many seconds.
-_AGAIN, _AGAIN_S = 3 * REPEATS, 10.0
+# No size is timed again once all timed steps took this many seconds.
+_MEASURE_S = 3.0
 # Seconds that `warm_up` may take, beyond the largest tree.
 _WARM_UP_S = 2.0
 
+T = TypeVar("T")
+# (rows, cached tokens) of a plain step; (requests, nodes of each, cached tokens) of a tree step
+Points = list[tuple[int, ...]]
 
-def measure(
-    runner: Any, key: ProfileKey, roofline: Roofline | None, captured: list[int], group: Any
-) -> Profile:
-    """Time the engine of `runner` and fit the roofline to it. Collective within `group`.
+
+def from_rank_0(group: Any, value: Callable[[], T]) -> T:
+    """Rank 0's `value()`, on every rank; the other ranks do not call it."""
+    own = value() if group.rank_in_group == 0 else None
+    answer: T = group.broadcast_object(own, src=0)
+    return answer
+
+
+def measure(runner: Any, captured: list[int], group: Any) -> StepCostTable:
+    """Time the engine of `runner`. Collective within `group`.
 
     Args:
         runner: the ``GPUModelRunner``.
-        key: the profile's key.
-        roofline: to fit; None if the target has none.
         captured: captured sizes, ascending.
         group: the ranks that step together.
+
+    Returns:
+        The costs. Its carrier is the roofline fitted to them, None if the target has none.
     """
-    start, cpus = time.perf_counter(), CpuTimes.now()
     current_host().prepare_timing(runner)
     limits = limits_of(runner)
-    batches, contexts = limits.batch_sizes, limits.contexts
+    batches, (near, *far) = limits.batch_sizes, limits.contexts
     largest_graph = max(captured, default=runner.max_num_tokens)
     shapes = tree_shapes(limits.largest_tree, _max_tree_rows(runner), batches[-1])
     # The sizes of tree steps are timed without context, too.
@@ -83,120 +84,86 @@ def measure(
             *(int(padded[reqs * (1 + n)]) for reqs, n in shapes),
         }
     )
-
-    dummies = [(n, 0) for n in sizes] + [(n, contexts[0]) for n in batches]
-    far = [(n, context) for context in contexts[1:] for n in batches]
     # No step has more logits, and memory for more was not profiled.
-    heads_of = [n for n in sizes if n <= _max_tree_rows(runner)] or sizes[:1]
-    head_rounds = _rounds(partial(_head_ms, runner), [(n,) for n in heads_of], group)
-    plain_rounds = _rounds(partial(dummy_tree_step, runner), dummies, group)
-    far_rounds = _rounds(partial(dummy_tree_step, runner), far, group, REPEATS_FAR)
-    plain_rounds = [near + far for near, far in zip(plain_rounds, far_rounds, strict=True)]
-    short = [(n, contexts[0]) for n in batches] if may_stop_early(runner) else []
-    first_only = limits.depth - 1
-    short_step = partial(dummy_tree_step, runner, spared=first_only)
-    short_rounds = _rounds(short_step, short, group)
-    tree_rounds = _tree_rounds(runner, shapes, contexts, group)
-    head_times: dict[int, list[float]] = {}
+    heads = [n for n in sizes if n <= _max_tree_rows(runner)] or sizes[:1]
+    steps: Points = [(n, context) for context in (near, *far) for n in batches]
+    steps += [(n, 0) for n in sizes]
+    spared = limits.depth - 1
+    short: Points = [(n, near) for n in batches] if may_stop_early(runner) else []
+
+    # The first run of a size may compile, and is not a measurement.
+    for n in heads:
+        _head_ms(runner, n)
+    for rows, context in steps:
+        dummy_tree_step(runner, rows, context)
+    for rows, context in short:
+        dummy_tree_step(runner, rows, context, spared)
+    tree_points = _tree_points(runner, shapes, near, far, group)
+
+    head_times: dict[int, list[float]] = {n: [] for n in heads}
     plain: list[tuple[int, Any]] = []
     trees: list[tuple[int, Any, Any]] = []
     drafts: list[tuple[int, Any]] = []
-    rounds = zip(head_rounds, plain_rounds, short_rounds, tree_rounds, strict=True)
-    for heads, steps, shorts, verified_trees in rounds:
-        for (n,) in heads:
-            head_times.setdefault(n, []).append(_head_ms(runner, n))
+    start = time.perf_counter()
+    for _ in range(REPEATS):
+        for n in heads:
+            head_times[n].append(_head_ms(runner, n))
         plain += _dummy_steps(runner, steps, largest_graph)
-        drafts += _dummy_steps(runner, shorts, largest_graph, spared=first_only)
-        trees += _tree_steps(runner, verified_trees, largest_graph)
+        drafts += _dummy_steps(runner, short, largest_graph, spared=spared)
+        trees += _tree_steps(runner, tree_points, largest_graph)
+        if from_rank_0(group, lambda: time.perf_counter() > start + _MEASURE_S):
+            break
 
     def head_ms(rows: int) -> float:
-        return float(np.interp(rows, heads_of, [median(head_times[n]) for n in heads_of]))
+        return float(np.interp(rows, heads, [median(head_times[n]) for n in heads]))
 
-    def forward_samples() -> list[Sample]:
-        times = [(step.num_target_tokens, context, step) for context, step in plain]
-        times += [
-            (int(padded[step.num_target_tokens]), context, step) for context, _, step in trees
-        ]
-        return [
+    def costs() -> dict[str, Any]:
+        samples: list[Sample] = [
             (rows, float(context), step.forward_ms + head_ms(rows), step.num_reqs)
-            for rows, context, step in times
+            for rows, context, step in (
+                *((step.num_target_tokens, context, step) for context, step in plain),
+                *((int(padded[step.num_target_tokens]), c, step) for c, _, step in trees),
+            )
         ]
+        drafter = [(step.num_reqs, step.drafter_ms) for _, step in plain]
+        drafter_ms = StepCostTable(samples, drafter, max_rows=1).drafter_ms
+        positions = [
+            (step.num_reqs, max(0.0, drafter_ms(step.num_reqs) - step.drafter_ms) / max(1, spared))
+            for _, step in drafts
+        ]
+        aux_times: list[list[float]] = [[], []]  # of plain steps, and of tree steps
+        for _, roots, verified in trees:
+            for times, step in zip(aux_times, (roots, verified), strict=True):
+                head = head_ms(step.num_target_tokens)
+                times.append(step.drafter_ms - drafter_ms(verified.num_reqs) - head)
+        plain_aux_ms, aux_ms = (max(0.0, median(times)) if times else 0.0 for times in aux_times)
+        roofline = _roofline(runner)
+        return {
+            "samples": samples,
+            "drafter_samples": drafter,
+            "aux_ms": aux_ms,
+            "plain_aux_ms": plain_aux_ms,
+            "position_samples": positions,
+            "carrier": None if roofline is None else calibrate(roofline, samples),
+        }
 
-    deadline = time.perf_counter() + _AGAIN_S
-    for _ in range(_AGAIN):
-        found = {doubt.point for doubt in doubts(forward_samples())}
-        more = from_rank_0(group, partial(_again, found, plain, trees, padded, deadline))
-        if more is None:
-            break
-        plain += _dummy_steps(runner, more[0], largest_graph)
-        trees += _tree_steps(runner, more[1], largest_graph)
-
-    samples = forward_samples()
-    drafter = [(step.num_reqs, step.drafter_ms) for _, step in plain]
-    drafter_ms = StepCostTable(samples, drafter, max_rows=1).drafter_ms
-    positions = [
-        (step.num_reqs, max(0.0, drafter_ms(step.num_reqs) - step.drafter_ms) / max(1, first_only))
-        for _, step in drafts
-    ]
-
-    aux_times: list[list[float]] = [[], []]  # of plain steps, and of tree steps
-    for _, roots, verified in trees:
-        for times, step in zip(aux_times, (roots, verified), strict=True):
-            head = head_ms(step.num_target_tokens)
-            times.append(step.drafter_ms - drafter_ms(verified.num_reqs) - head)
-    plain_aux_ms, aux_ms = (max(0.0, median(times)) if times else 0.0 for times in aux_times)
-
-    table = StepCostTable(
-        samples,
-        drafter,
-        aux_ms,
-        plain_aux_ms=plain_aux_ms,
-        max_rows=runner.max_num_tokens,
-        captured_sizes=captured,
-        position_samples=positions,
-    )
-    report = calibrate_and_report(roofline, settled(samples)) if roofline else None
-    error = ""
-    if report is not None:
-        error = f"; roofline error {report.rmse_before:.2f} -> {report.rmse_after:.2f} ms"
-    logger.info(
-        "Measured step costs at %d sizes, and of trees of %d shapes at %d contexts, in %.1f s%s",
-        len(sizes),
-        len(shapes),
-        len(contexts),
-        time.perf_counter() - start,
-        error,
-    )
-    config, end = runner.vllm_config, CpuTimes.now()
-    names = (config.model_config.model, config.speculative_config.model)
-    load = cpus.others_until(end, group.world_size) if cpus and end else 0.0
-    return Profile.from_measurement(key, table, report, names, load)
+    numbers = from_rank_0(group, costs)
+    return StepCostTable(**numbers, max_rows=runner.max_num_tokens, captured_sizes=captured)
 
 
-def _again(
-    found: set[Point],
-    plain: list[tuple[int, Any]],
-    trees: list[tuple[int, Any, Any]],
-    padded: Any,
-    deadline: float,
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None:
-    """The plain steps and the trees to time again, as `measure` names them; None if there are none.
-
-    found: doubtful points. plain, trees: what was timed.
-    """
-    steps: set[tuple[int, ...]] = {
-        (step.num_target_tokens, context)
-        for context, step in plain
-        if (step.num_target_tokens, context, step.num_reqs) in found
-    }
-    shapes: set[tuple[int, ...]] = {
-        (step.num_reqs, step.num_target_tokens // step.num_reqs - 1, context)
-        for context, _, step in trees
-        if (int(padded[step.num_target_tokens]), context, step.num_reqs) in found
-    }
-    if not (steps or shapes) or time.perf_counter() > deadline:
+def _roofline(runner: Any) -> Roofline | None:
+    """The target's bare roofline on this device; None if the target is not a dense decoder."""
+    model_config = runner.vllm_config.model_config
+    try:
+        shape = ModelShape.from_config(
+            model_config.hf_text_config,
+            bytes_per_element=model_config.dtype.itemsize,
+            tp=runner.parallel_config.tensor_parallel_size,
+        )
+    except ValueError as error:
+        logger.warning("No roofline for this target (%s): step costs are measured ones only", error)
         return None
-    return sorted(steps), sorted(shapes)
+    return Roofline(shape, device_spec(runner.device, model_config.dtype))
 
 
 def warm_up(runner: Any, group: Any) -> None:
@@ -233,55 +200,25 @@ def _max_tree_rows(runner: Any) -> int:
     return min(runner.max_num_tokens, runner.adaptive_verification.max_total_logits)
 
 
-def _rounds(
-    run: Callable[..., object],
-    points: Sequence[tuple[int, ...]],
-    group: Any,
-    most: int = REPEATS,
-) -> list[list[tuple[int, ...]]]:
-    """The points of each round. Runs each point once first, which is not a measurement.
-
-    A point that takes long is in fewer rounds, see `repeats_after`; none is in more than `most`.
-    """
-    return _rounds_of(points, _first_seconds(run, points, group), most)
-
-
-def _first_seconds(
-    run: Callable[..., object], points: Sequence[tuple[int, ...]], group: Any
-) -> list[float]:
-    """How long each point takes on rank 0, because every rank must run the same steps."""
-    own = [_seconds(partial(run, *point)) for point in points]
-    return from_rank_0(group, lambda: own)
-
-
-def _rounds_of(
-    points: Sequence[tuple[int, ...]], seconds: Sequence[float], most: int = REPEATS
-) -> list[list[tuple[int, ...]]]:
-    counts = [min(repeats_after(each), most) for each in seconds]
+def _tree_points(
+    runner: Any, shapes: list[tuple[int, int]], near: int, far: list[int], group: Any
+) -> Points:
+    """The (requests, nodes of each, context) to time. Runs each shape once first."""
+    if not shapes:
+        return []
+    with TreeSteps(runner).untrimmed() as steps:
+        own = [_seconds(partial(steps.run, *shape, near)) for shape in shapes]
+    # `run` runs two steps. Every rank must run the same ones.
+    seconds = [both / 2 for both in from_rank_0(group, lambda: own)]
+    quick = [shape for shape, s in zip(shapes, seconds, strict=True) if s <= _SLOW_S]
     return [
-        [point for point, count in zip(points, counts, strict=True) if turn < count]
-        for turn in range(REPEATS)
+        *((*shape, near) for shape in shapes),
+        *((*shape, context) for context in far for shape in quick),
     ]
 
 
-def _tree_rounds(
-    runner: Any, shapes: list[tuple[int, int]], contexts: list[int], group: Any
-) -> list[list[tuple[int, ...]]]:
-    """The (requests, nodes of each, context) points of each round."""
-    if not shapes:
-        return [[] for _ in range(REPEATS)]
-    near = [(*shape, contexts[0]) for shape in shapes]
-    with TreeSteps(runner).untrimmed() as steps:
-        # `run` runs two steps
-        seconds = [both / 2 for both in _first_seconds(steps.run, near, group)]
-    quick = [(*each, s) for each, s in zip(shapes, seconds, strict=True) if s <= _SLOW_S]
-    far = [((reqs, nodes, context), s) for context in contexts[1:] for reqs, nodes, s in quick]
-    far_rounds = _rounds_of([point for point, _ in far], [s for _, s in far], REPEATS_FAR)
-    return [a + b for a, b in zip(_rounds_of(near, seconds), far_rounds, strict=True)]
-
-
 def _dummy_steps(
-    runner: Any, points: list[tuple[int, ...]], largest_graph: int, spared: int = 0
+    runner: Any, points: Points, largest_graph: int, spared: int = 0
 ) -> list[tuple[int, Any]]:
     """Run a dummy step of each (rows, context). Returns (context, vLLM's timing) of each."""
     with runner.step_timing.collect() as timings:
@@ -311,9 +248,7 @@ def dummy_tree_step(runner: Any, rows: int, context: int = 0, spared: int = 0) -
         runtime.timed_spares = None
 
 
-def _tree_steps(
-    runner: Any, points: list[tuple[int, ...]], largest_graph: int
-) -> list[tuple[int, Any, Any]]:
+def _tree_steps(runner: Any, points: Points, largest_graph: int) -> list[tuple[int, Any, Any]]:
     """Run each (requests, nodes, context). Returns (context, timing of roots, timing of trees)."""
     if not points:
         return []

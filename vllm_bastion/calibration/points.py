@@ -7,19 +7,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# A point is timed this often, or as often as fits into `_POINT_S` seconds, but at least once.
-# Longer contexts are timed less often, because their added time changes few decisions.
-REPEATS, REPEATS_FAR = 5, 2
-_POINT_S = 0.4
+# Each point is timed at most this often.
+REPEATS = 3
 # Rows to time if there are no captured sizes. A matrix unit's tile has 16 rows, and
 # `bastion_kernels.cpu.linear` reads its weights once for 24 rows. One row more can cost as much as
 # all of those, so both sides of a boundary are timed.
 _EAGER_ROWS = (
-    1, 2, 4, 8, 12, 16, 17, 20, 24, 25, 32, 33, 48, 49, 64, 65, 96, 128, 192, 256, 384, 512, 768,
-    1024,
+    1, 2, 4, 8, 16, 17, 24, 25, 32, 33, 48, 64, 96, 128, 256, 512,
 )  # fmt: skip
 # Cached tokens per request.
-CONTEXTS = (128, 2048, 8192)
+CONTEXTS = (128, 4096)
 # Batch sizes that are timed with context: plain steps, and tree steps with their most rows. On two
 # cores 1,024 rows of a model with 135M parameters take 0.8 s.
 PLAIN_REQS = (1, 4, 16, 64, 256)
@@ -53,11 +50,6 @@ def tree_shapes(nodes: int, max_rows: int, max_reqs: int) -> list[tuple[int, int
     ]
 
 
-def repeats_after(seconds: float) -> int:
-    """How often to time a point whose first run took this long."""
-    return max(1, min(REPEATS, int(_POINT_S / max(seconds, 1e-9))))
-
-
 @dataclass(frozen=True)
 class Limits:
     """The settings of an engine that limit which steps are timed."""
@@ -87,8 +79,3 @@ class Limits:
         """Cached tokens per request to time."""
         longest = max(1, self.max_model_len - self.depth - 3 - self.largest_tree)
         return sorted({min(context, longest) for context in CONTEXTS})
-
-    def largest_steps(self, captured: Sequence[int]) -> tuple[int, int, int]:
-        """Requests, rows and cached tokens of the largest steps to time."""
-        sizes = sizes_to_measure(captured, self.max_num_tokens)
-        return self.batch_sizes[-1], sizes[-1], self.contexts[-1]

@@ -70,8 +70,6 @@ class Runtime:
     deferred: DeferredContext | None = None
     # None until the KV cache exists.
     manager: DraftPlanner | None = None
-    # When the step costs were measured, in seconds since the epoch; None if they were not.
-    profile_time: float | None = None
     # None during warm-up and calibration.
     recorder: Recorder | None = None
     # [2, 3] of the step that was sampled last, see `Copies.count_sources`; its copy from the device

@@ -31,11 +31,8 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
 }
 _GAUGES: dict[str, tuple[str, ...]] = {
     "estimated_gain": ("Estimated speed-up over plain decoding in the last minute.",),
-    "correction_factor": ("Factor by which real steps differ from the profile.", "part"),
-    "profile_timestamp_seconds": ("When the step costs were measured, in Unix time.",),
+    "correction_factor": ("Factor by which real steps differ from the measured costs.", "part"),
 }
-# Name in `Totals.now` -> its gauge; all others are parts of the correction factor.
-_GAUGE_OF = {"gain": ("estimated_gain",), "profile_time": ("profile_timestamp_seconds",)}
 
 
 class TreeMetrics:
@@ -103,8 +100,10 @@ class TreeMetrics:
             count("predicted_step_ms", predicted, kind, str(rows))
             count("measured_step_ms", measured, kind, str(rows))
         for name, value in delta.now.items():
-            gauge, *labels = _GAUGE_OF.get(name, ("correction_factor", name))
-            self._gauges[gauge].labels(*own, *labels).set(value)
+            if name == "gain":
+                self._gauges["estimated_gain"].labels(*own).set(value)
+            else:
+                self._gauges["correction_factor"].labels(*own, name).set(value)
 
     @staticmethod
     def _observe_nodes(histogram: Any, delta: Totals) -> None:

@@ -45,6 +45,8 @@ _REASONS = {
     "pipeline_parallel_size": "only the last stage knows how many nodes a step verifies, and which "
     "of them it accepts",
 }
+# Keys of earlier versions, and why they left.
+_LEFT = {"bastion_calibration": "each start measures its step costs, and no file holds them"}
 # Options of EngineArgs that a tree cannot serve -> the value that switches them off.
 _OPTIONS_OFF: dict[str, Any] = {
     "pipeline_parallel_size": 1,
@@ -79,6 +81,8 @@ def check_keys(keys: dict[str, Any]) -> None:
     """Check a speculative configuration, hyphens already replaced and nulls left out."""
     known = (*user_keys(), *standard_keys())
     for key, value in keys.items():
+        if key in _LEFT:
+            raise BastionConfigError(f'the key "{key}" has left ({_LEFT[key]}): remove it')
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(user_keys())}"

@@ -3,12 +3,10 @@
 
 forward_times   measured forward passes, interpolated
 table           cost of a whole step, from forward_times
-doubts          measured times that contradict each other
 latency         the interface of latency models
 corrected       the table, corrected by real steps: the default
 paper           the paper's estimators: roofline, linear calibration, moving average
 models          a latency model by its name
 devices         peak FLOP/s and bandwidth of a device
 timing          times of real steps
-store           profiles on disk
 """

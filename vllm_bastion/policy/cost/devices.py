@@ -7,11 +7,9 @@ data sheet has only that) and nominal memory bandwidth, in decimal units.
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -134,27 +132,3 @@ def _best_seconds(work: Callable[[], object], device: torch.device, repeats: int
 
     once()  # the first pass includes allocation and the choice of a kernel
     return max(min(once() for _ in range(repeats)), 1e-9)
-
-
-def device_name(device: torch.device | str) -> str:
-    """A device's name in latency profiles: CUDA's name, or a CPU's model and number of threads.
-
-    The threads are part of a CPU's name because every time measured on it depends on them.
-    """
-    import torch
-
-    device = torch.device(device)
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{_cpu_model()} x{torch.get_num_threads()}"
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        if line.lower().startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine() or "cpu"

@@ -67,7 +67,7 @@ class LatencyModel(Protocol):
         ...
 
     def correction(self, num_reqs: int) -> dict[str, float]:
-        """Factors by which real steps of such a batch differ from the profile; empty without.
+        """Factors by which real steps of such a batch differ from the table; empty without.
 
         "plain": plain steps. "copies", "tree": steps of copies, and of drafts, with one row for
         each request. "rows": what further rows add, beyond "tree".

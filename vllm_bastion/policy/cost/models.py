@@ -41,6 +41,6 @@ def make_latency(
     if curve is None:
         raise ValueError(
             f"bastion_latency_model {name!r} needs a roofline of the target, and there is none for "
-            "this model or profile; use 'ema_table'"
+            "this model; use 'ema_table'"
         )
     return CurveLatency(table, curve, online=name != "static")

@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -188,46 +188,6 @@ class CalibratedRoofline:
             self.compute_slope * compute + self.compute_offset_ms,
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values for `json.dump`, including the shape and the device."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> CalibratedRoofline:
-        """Inverse of `to_json`.
-
-        Raises:
-            ValueError: an entry is missing, or a coefficient is not finite and >= 0.
-        """
-        try:
-            roofline = Roofline(
-                ModelShape(**data["roofline"]["shape"]), DeviceSpec(**data["roofline"]["device"])
-            )
-            names = ("memory_slope", "memory_offset_ms", "compute_slope", "compute_offset_ms")
-            values = [float(data[name]) for name in names]
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not a calibration: {error!r}") from error
-        if not all(np.isfinite(value) and value >= 0 for value in values):
-            raise ValueError(f"calibration coefficients must be finite and >= 0, got {values}")
-        return cls(roofline, *values)
-
-
-@dataclass(frozen=True)
-class CalibrationReport:
-    """A fit, and its error on grid points that were not fitted."""
-
-    calibrated: CalibratedRoofline
-    # root mean square error on the held-out points, ms
-    rmse_before: float
-    rmse_after: float
-    num_fitted: int
-    num_held_out: int
-
-    @property
-    def reduction(self) -> float:
-        """1 - after / before (the paper reports 0.87 to 0.90, on its fitted points)."""
-        return 1.0 - self.rmse_after / self.rmse_before if self.rmse_before > 0 else 0.0
-
 
 def calibrate(roofline: Roofline, samples: Iterable[Sequence[float]]) -> CalibratedRoofline:
     """Fit both branches to measured forward passes.
@@ -244,34 +204,6 @@ def calibrate(roofline: Roofline, samples: Iterable[Sequence[float]]) -> Calibra
     if not len(grid):
         raise ValueError("calibration needs at least one measured forward pass")
     return _fit(roofline, grid)
-
-
-def calibrate_and_report(
-    roofline: Roofline, samples: Iterable[Sequence[float]], *, held_out: int = 4
-) -> CalibrationReport:
-    """Fit all grid points except one in `held_out`, and report the error on those left out.
-
-    The coefficients are those of this fit, so that the error applies to them. A grid that is too
-    small to split (fewer than two points held out, or fewer than three to fit) is fitted whole, and
-    the error is that on all of it.
-    """
-    grid = _medians(samples)
-    # shuffled with a fixed seed: every n-th of the sorted grid would hold out whole contexts
-    order = np.random.default_rng(0).permutation(len(grid))
-    test, train = grid[order[::held_out]], grid[np.sort(np.setdiff1d(order, order[::held_out]))]
-    if len(test) < 2 or len(train) < 3:
-        train = test = grid
-    calibrated = _fit(roofline, train)
-    num_held_out = len(test) if test is not grid else 0
-    return CalibrationReport(
-        calibrated, rmse(roofline, test), rmse(calibrated, test), len(train), num_held_out
-    )
-
-
-def rmse(model: Roofline | CalibratedRoofline, samples: Iterable[Sequence[float]]) -> float:
-    """Unweighted root mean square error of `model` on samples, ms."""
-    errors = [float(model.predict_ms(s, c, int(r))) - ms for s, c, ms, r in _medians(samples)]
-    return float(np.sqrt(np.mean(np.square(errors))))
 
 
 def _fit(roofline: Roofline, grid: FloatArray) -> CalibratedRoofline:

@@ -14,13 +14,11 @@ over the captured sizes. Without graphs the measured points (`ForwardTimes`) are
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
-from vllm_bastion.policy.cost.doubts import settled, settled_by_requests
 from vllm_bastion.policy.cost.forward_times import Carrier, FloatArray, ForwardTimes, Sample
 from vllm_bastion.policy.cost.latency import CostArray, StepEstimate
 
@@ -40,7 +38,7 @@ class StepCostTable:
     Args:
         samples: measured forward passes, `(target_rows, context_len, forward_ms[, num_reqs])`.
             context_len is the mean of cached tokens per request; num_reqs defaults to 1. Repeated
-            points are reduced to their median, and points that contradict others are `settled`.
+            points are reduced to their median.
         drafter_samples: measured drafter passes, `(num_reqs, drafter_ms)`; empty: no drafter time.
         aux_ms: constant time of a cycle that is neither (sampling, tree building, compaction).
         max_rows: most target rows of a step.
@@ -81,12 +79,12 @@ class StepCostTable:
         if self.captured_sizes and self.captured_sizes[0] < 1:
             raise ValueError(f"captured sizes must be positive, got {self.captured_sizes[0]}")
         self.carrier = carrier
-        self._times = ForwardTimes(settled(self.samples), carrier)
+        self._times = ForwardTimes(self.samples, carrier)
         # [max_rows + 1] float64: rows that the target computes in a step of n rows
         self.padded_rows = padded_rows(self.max_rows, self.captured_sizes)
         self._estimate = lru_cache(MAX_CACHED)(self._make_estimate)
 
-    # ---- constructors for tests and for engines that are not measured --------------------------
+    # ---- constructors for tests --------------------------------------------------------------
 
     @classmethod
     def flat(
@@ -116,16 +114,6 @@ class StepCostTable:
             max_rows=max_rows,
             captured_sizes=captured_sizes,
         )
-
-    def with_max_rows(self, max_rows: int) -> StepCostTable:
-        """The same measurements for an engine with at most `max_rows` rows in a step."""
-        if max_rows == self.max_rows:
-            return self
-        return self.from_json({**self.to_json(), "max_rows": max_rows}, self.carrier)
-
-    def with_carrier(self, carrier: Carrier) -> StepCostTable:
-        """The same measurements, extrapolated beyond the measured contexts by `carrier`."""
-        return self.from_json(self.to_json(), carrier)
 
     # ---- queries -----------------------------------------------------------------------------
 
@@ -168,41 +156,6 @@ class StepCostTable:
         saved = spared * _by_requests(self.position_samples, num_reqs)
         return max(0.0, _by_requests(self.drafter_samples, num_reqs) - saved)
 
-    # ---- serialisation -----------------------------------------------------------------------
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values for `json.dump`, without the carrier, which its owner stores."""
-        return {
-            "samples": [list(sample) for sample in self.samples],
-            "drafter_samples": [list(sample) for sample in self.drafter_samples],
-            "position_samples": [list(sample) for sample in self.position_samples],
-            "aux_ms": self.aux_ms,
-            "plain_aux_ms": self.plain_aux_ms,
-            "max_rows": self.max_rows,
-            "captured_sizes": list(self.captured_sizes),
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any], carrier: Carrier | None = None) -> StepCostTable:
-        """Inverse of `to_json`.
-
-        Raises:
-            ValueError: an entry is missing, has the wrong type or is out of range.
-        """
-        try:
-            return cls(
-                data["samples"],
-                data["drafter_samples"],
-                data["aux_ms"],
-                max_rows=data["max_rows"],
-                captured_sizes=data["captured_sizes"],
-                plain_aux_ms=data["plain_aux_ms"],
-                carrier=carrier,
-                position_samples=data.get("position_samples", ()),
-            )
-        except (KeyError, TypeError, IndexError) as error:
-            raise ValueError(f"not a step-cost table: {error!r}") from error
-
 
 def context_bucket(context_len: float) -> int:
     """Bucket of a mean context length; contexts of a bucket share a cached result."""
@@ -239,7 +192,7 @@ def _by_requests(samples: Sequence[tuple[int, float]], num_reqs: int) -> float:
     if not samples:
         return 0.0
     reqs = np.array([point[0] for point in samples], dtype=np.float64)
-    times = np.maximum.accumulate(settled_by_requests([point[1] for point in samples]))
+    times = np.maximum.accumulate([point[1] for point in samples])
     return float(_interpolate(np.array([float(num_reqs)]), reqs, times)[0])
 
 
