@@ -86,15 +86,15 @@ rehearse: $(REHEARSAL)/.driver  ## Run vLLM's CUDA build on a simulated GPU (fir
 rehearse-033: $(REHEARSAL033)/.driver  ## The same on vLLM 0.33 (first use: 9 GB more; writes no table)
 	@$(REHEARSAL033)/bin/python -m tests.rehearsal $(ARGS)
 
-# Needs a Python with PyTorch for CUDA, which .venv does not have, and none of the CPU settings above.
+# A GPU needs a Python with PyTorch for CUDA, which .venv does not have; no CPU setting of above counts.
 BENCH_PYTHON ?= $(shell command -v python || command -v python3)
 BENCH_ARGS ?=
 
-bench:  ## Time every op against its reference (a GPU, PyTorch for CUDA; BENCH_ARGS=--quick: minutes)
+bench:  ## Check and time every op (a GPU, PyTorch for CUDA; BENCH_ARGS=--quick: minutes)
 	@test -n "$(BENCH_PYTHON)" || { echo "no python here: name one with PyTorch for CUDA and" \
 		"Triton, make bench BENCH_PYTHON=..."; exit 1; }
 	@env -u OMP_NUM_THREADS \
-		"$(BENCH_PYTHON)" benchmarks/gpu/bench_kernels.py $(BENCH_ARGS)
+		"$(BENCH_PYTHON)" -m benchmarks.ops $(BENCH_ARGS)
 
 clean:  ## Back to a fresh clone: remove .venv, builds and caches
 	rm -rf .venv .venv-033 .venv-rehearsal .venv-rehearsal-033 build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.replay.controller import choose_budget
 from benchmarks.replay.simulation import Corpus, Outcome, Policy
-from benchmarks.replay.steps import IntArray, StepTree, beam_accepted, chain_accepted
+from benchmarks.replay.steps import IntArray, StepTree
 from vllm_bastion.policy.controller import Batch, Controller, Decision
 from vllm_bastion.policy.cost.latency import LatencyModel
 from vllm_bastion.step_times import StepTimes
@@ -23,38 +23,6 @@ class Plain(Policy):
 
     def step(self, steps: Sequence[int], context_len: float) -> Outcome:
         return Outcome([0] * len(steps), 0, drafted=False)
-
-
-@dataclass
-class Chain(Policy):
-    """The best child at every depth: the chain that vLLM's own drafters verify."""
-
-    corpus: Corpus
-    name: str = "chain"
-
-    def step(self, steps: Sequence[int], context_len: float) -> Outcome:
-        corpus = self.corpus
-        accepted = [chain_accepted(corpus.scores(s), corpus.ranks[s]) for s in steps]
-        return Outcome(accepted, len(steps) * self.corpus.recording.depth)
-
-
-@dataclass
-class Beam(Policy):
-    """`width` nodes at every depth."""
-
-    corpus: Corpus
-    width: int
-
-    def __post_init__(self) -> None:
-        self.name = f"beam {self.width}x{self.corpus.recording.depth}"
-
-    def step(self, steps: Sequence[int], context_len: float) -> Outcome:
-        corpus = self.corpus
-        accepted = [beam_accepted(corpus.scores(s), corpus.ranks[s], self.width) for s in steps]
-        # the first level has at most K nodes
-        depth, top_k = corpus.recording.topk_tokens.shape[1:]
-        nodes = min(self.width, top_k) + (depth - 1) * self.width
-        return Outcome(accepted, len(steps) * nodes)
 
 
 @dataclass
@@ -73,52 +41,6 @@ class Fixed(Policy):
         return Outcome([tree.accepted(self.nodes) for tree in trees], total)
 
 
-class Controlled(Policy):
-    """The product's controller decides before each step whether it drafts, as in an engine.
-
-    A request is a slot.
-
-    Args:
-        plans: whether the controller decides; if not, every step drafts.
-    """
-
-    def __init__(self, corpus: Corpus, name: str, controller: Controller, *, plans: bool) -> None:
-        self.corpus, self.name, self.controller, self._plans = corpus, name, controller, plans
-        self._decision = Decision(True, "nothing is known")
-
-    def step(self, steps: Sequence[int], context_len: float) -> Outcome:
-        recording, remaining = self.corpus.recording, self.corpus.remaining[list(steps)]
-        slots = recording.step_requests[list(steps)].astype(np.int64)
-        positions = recording.step_positions[list(steps)]
-        self._begin(slots, positions)
-        if self._plans and (positions == 1).any():
-            for slot in slots[positions == 1].tolist():
-                self.controller.restart(slot, 0)
-            # The engine also drafts after a prompt's last chunk, for the whole batch.
-            self._plan(slots, remaining, len(steps), context_len)
-        outcome = self._run(steps, slots, remaining, context_len)
-        if self._plans:
-            # The engine decides before it knows what a step emits: one token at least.
-            goes_on = remaining > 1
-            self._plan(slots[goes_on], remaining[goes_on] - 1, len(steps), context_len)
-        return outcome
-
-    def _begin(self, slots: IntArray, positions: IntArray) -> None:
-        """A step begins: the requests in it, and the tokens that each has emitted."""
-
-    def _run(
-        self, steps: Sequence[int], slots: IntArray, remaining: IntArray, context_len: float
-    ) -> Outcome:
-        """Do what was decided, and learn from it."""
-        raise NotImplementedError
-
-    def _plan(
-        self, slots: IntArray, remaining: IntArray, num_reqs: int, context_len: float
-    ) -> None:
-        batch = Batch(slots.tolist(), remaining.tolist(), num_reqs, context_len)
-        self._decision = self.controller.plan(batch)
-
-
 @dataclass
 class _Trees:
     """The trees of one step, as the controller observes them; empty for a step without trees."""
@@ -130,16 +52,16 @@ class _Trees:
     accepted: list[int] = field(default_factory=list)
 
 
-class Adaptive(Controlled):
-    """Recorded trees, cut to the budget of `choose_budget`.
+class Adaptive(Policy):
+    """The product's controller plans each step; recorded trees are cut to `choose_budget`'s size.
+
+    A request is a slot.
 
     Args:
         max_nodes: N_max of every request.
         lagged: size a step by the scores of the step before, and fill it with its own best nodes;
             the controller observes everything one step later, too. If not, a step's own scores
             size it.
-        shared: whether the batch's nodes compete; if not, every request maximises its own S(N) on
-            the cost of a batch of one.
         plain: whether a step may be plain decoding.
     """
 
@@ -151,17 +73,38 @@ class Adaptive(Controlled):
         name: str = "adaptive",
         max_nodes: int | None = None,
         lagged: bool = False,
-        shared: bool = True,
         plain: bool = True,
     ) -> None:
-        slots = len(corpus.recording.request_ids)
-        controller = Controller(corpus.recording.depth, slots, latency)
-        super().__init__(corpus, name, controller, plans=plain)
+        self.corpus, self.name = corpus, name
         self.max_nodes = max_nodes or corpus.max_nodes
-        self._lagged, self._shared = lagged, shared
+        self._plans, self._lagged = plain, lagged
+        slots = len(corpus.recording.request_ids)
+        self.controller = Controller(corpus.recording.depth, slots, latency)
+        self._decision = Decision(True, "nothing is known")
         self._history = deque([_Trees() for _ in range(2 + lagged)], 2 + lagged)
-        # (A-hat, accepted) of every request and step that had a tree
-        self.predictions: list[tuple[float, int]] = []
+
+    def step(self, steps: Sequence[int], context_len: float) -> Outcome:
+        recording, remaining = self.corpus.recording, self.corpus.remaining[list(steps)]
+        slots = recording.step_requests[list(steps)].astype(np.int64)
+        positions = recording.step_positions[list(steps)]
+        self._history.append(_Trees())
+        if self._lagged:
+            self._observe(slots)
+        if self._plans and (positions == 1).any():
+            for slot in slots[positions == 1].tolist():
+                self.controller.restart(slot, 0)
+            # The engine also drafts after a prompt's last chunk, for the whole batch.
+            self._plan(slots, remaining, len(steps), context_len)
+        outcome = Outcome([0] * len(steps), 0, drafted=False)
+        if self._decision.drafts:
+            outcome = self._verify(steps, slots, context_len)
+        if not self._lagged:
+            self._observe(slots)
+        if self._plans:
+            # The engine decides before it knows what a step emits: one token at least.
+            goes_on = remaining > 1
+            self._plan(slots[goes_on], remaining[goes_on] - 1, len(steps), context_len)
+        return outcome
 
     def ends_with_draft(self, drafted: bool) -> bool:
         return self._decision.drafts
@@ -169,25 +112,19 @@ class Adaptive(Controlled):
     def timed(self, step: StepTimes) -> None:
         self.controller.observe([step])
 
-    def _begin(self, slots: IntArray, positions: IntArray) -> None:
-        self._history.append(_Trees())
-        if self._lagged:
-            self._observe(slots)
+    def _plan(
+        self, slots: IntArray, remaining: IntArray, num_reqs: int, context_len: float
+    ) -> None:
+        batch = Batch(slots.tolist(), remaining.tolist(), num_reqs, context_len)
+        self._decision = self.controller.plan(batch)
 
-    def _run(
-        self, steps: Sequence[int], slots: IntArray, remaining: IntArray, context_len: float
-    ) -> Outcome:
-        outcome = Outcome([0] * len(steps), 0, drafted=False)
-        if self._decision.drafts:
-            trees = [self.corpus.tree(step) for step in steps]
-            wanted, verified = self._decide(trees, slots, context_len)
-            accepted = [tree.accepted(n) for tree, n in zip(trees, verified, strict=True)]
-            self.predictions.extend(zip(_promises(trees, verified), accepted, strict=True))
-            self._history[-1] = _Trees(slots.tolist(), wanted, _promises(trees, wanted), accepted)
-            outcome = Outcome(accepted, sum(verified))
-        if not self._lagged:
-            self._observe(slots)
-        return outcome
+    def _verify(self, steps: Sequence[int], slots: IntArray, context_len: float) -> Outcome:
+        trees = [self.corpus.tree(step) for step in steps]
+        wanted, verified = self._sizes(trees, slots, context_len)
+        accepted = [tree.accepted(n) for tree, n in zip(trees, verified, strict=True)]
+        expected = [float(tree.rho[:n].sum()) for tree, n in zip(trees, wanted, strict=True)]
+        self._history[-1] = _Trees(slots.tolist(), wanted, expected, accepted)
+        return Outcome(accepted, sum(verified))
 
     def _observe(self, present: IntArray) -> None:
         """Pass what the engine knows at this step to the controller."""
@@ -204,7 +141,7 @@ class Adaptive(Controlled):
             [trees.nodes[r] for r in rows],
         )
 
-    def _decide(
+    def _sizes(
         self, trees: list[StepTree], slots: IntArray, context_len: float
     ) -> tuple[list[int], list[int]]:
         """The nodes that the step's own scores call for, and those that are verified."""
@@ -213,13 +150,6 @@ class Adaptive(Controlled):
         limits = [min(len(tree.rho), self.max_nodes) for tree in trees]
         for row, tree, slot, used in zip(rho, trees, slots.tolist(), limits, strict=True):
             row[:used] = self.controller.gains.kappa_of(slot) * tree.rho[:used]
-        if not self._shared:
-            alone = latency.estimate(1, context_len).tree_ms
-            counts = [
-                choose_budget(rho[r : r + 1], limits[r : r + 1], alone, 1).num_nodes
-                for r in range(num_reqs)
-            ]
-            return counts, counts
         cost = latency.estimate(num_reqs, context_len).tree_ms
         wanted = budget = choose_budget(rho, limits, cost, num_reqs)
         if self._lagged:
@@ -228,8 +158,3 @@ class Adaptive(Controlled):
             n = size.choose(num_reqs, num_reqs, num_reqs, most, cost, graphs)
             budget = choose_budget(rho, limits, cost, num_reqs, n)
         return wanted.counts.tolist(), budget.counts.tolist()
-
-
-def _promises(trees: Sequence[StepTree], nodes: Sequence[int]) -> list[float]:
-    """Expected tokens of each tree's best nodes."""
-    return [float(tree.rho[:n].sum()) for tree, n in zip(trees, nodes, strict=True)]

@@ -2,14 +2,12 @@
 """Record drafts and continuations from a real vLLM run, for `benchmarks.replay`.
 
     python -m benchmarks.replay.record                     # results/recordings/tiny.npz
-    python -m benchmarks.replay.record --drafter benchmarks/tiny/dflash2 --temperatures 0
     python -m benchmarks.replay.record --target T --drafter D --jsonl FILE   # chats of any pair
 
 A bastion engine decodes held-out prompts of every domain at T=0 and T=1 (seeded) and verifies
 nothing, so it emits one token per step, and the drafter's top-K is recorded at every position.
 Tokens and drafts do not depend on what is verified, so any budget policy can be replayed on the
-recording. If the drafter has a head over its candidates, all of its scores are recorded too
-(17 times the size: such a file is not in the repository).
+recording. A drafter with a head over its candidates cannot be recorded: its trees need more.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS, TINY, parser_of
-from benchmarks.harness.decoder import Run, run_engine
+from benchmarks.harness.decoder import run_engine
 from benchmarks.harness.engine import GAMMA, Engine, Request, bastion
 from benchmarks.progress import Progress
 from benchmarks.prompts import load_jsonl, load_prompts
@@ -34,28 +32,13 @@ def requests_for(
     prompts: list[dict[str, str]], temperatures: Sequence[float], steps: int
 ) -> dict[str, tuple[Request, str]]:
     """Requests and their domains by name. The last step needs gamma + 1 tokens after it."""
-    length = steps + GAMMA + 1
-    out = {}
+    found = {}
     for temperature in temperatures:
         for seed, row in enumerate(prompts):
             name = f"{row['id']}/T{temperature:g}"
-            request = Request(name, row["prompt"], length, temperature, seed)
-            out[name] = (request, row["domain"])
-    return out
-
-
-def collect(done: Run, asked: dict[str, tuple[Request, str]], meta: Any) -> Recording:
-    """The recording of a run whose probe was `benchmarks.probes:drafts`."""
-    requests = [
-        Emitted(one.name, domain, request.temperature, one.prompt_ids, one.token_ids)
-        for one, (request, domain) in zip(done.completions, asked.values(), strict=True)
-    ]
-    names = list(asked)
-    drafts = (
-        Drafted(names[d.request], d.position, d.tokens, d.logprobs, d.transitions)
-        for d in done.probed
-    )
-    return recording_of(meta, requests, drafts)
+            request = Request(name, row["prompt"], steps + GAMMA + 1, temperature, seed)
+            found[name] = request, row["domain"]
+    return found
 
 
 def record(
@@ -73,7 +56,16 @@ def record(
         eager=True,
         probe="benchmarks.probes:drafts",
     )
-    return collect(run_engine(probing, [one for one, _ in asked.values()], progress), asked, meta)
+    done = run_engine(probing, [one for one, _ in asked.values()], progress)
+    requests = [
+        Emitted(one.name, domain, request.temperature, one.prompt_ids, one.token_ids)
+        for one, (request, domain) in zip(done.completions, asked.values(), strict=True)
+    ]
+    names = list(asked)
+    if any(draft.transitions is not None for draft in done.probed):
+        raise SystemExit("replay.record: this drafter's head scores candidates by their parents")
+    drafts = (Drafted(names[d.request], d.position, d.tokens, d.logprobs) for d in done.probed)
+    return recording_of(meta, requests, drafts)
 
 
 def chats(target: Path, files: Sequence[Path], samples: int) -> list[dict[str, str]]:
@@ -111,8 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     progress = Progress("recording")
     meta = provenance() | {"pair": given.target.parent.name, "steps": given.steps}
     recording = record(engine, given.drafter, asked, progress, meta, top_k=given.top_k)
-    kind = "" if given.drafter.name == "drafter" else f"-{given.drafter.name}"
-    path = given.out / "recordings" / f"{given.target.parent.name}{kind}.npz"
+    path = given.out / "recordings" / f"{given.target.parent.name}.npz"
     path.parent.mkdir(parents=True, exist_ok=True)
     save_recording(recording, path)
     size = path.stat().st_size / 1e6

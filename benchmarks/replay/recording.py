@@ -24,10 +24,6 @@ One `.npz` (deflated) with, for Q requests, M steps, D depths and K candidates:
     context_lens      [M]       int32    cached tokens before the root: prompt_len + p - 1
     topk_tokens       [M, D, K] int32    (uint16 on disk where they fit), best first
     topk_logprobs     [M, D, K] float16  log-probabilities, non-increasing over K
-    transitions    [M, D, K, K] float16  only if the drafter has a head over its candidates:
-                                         log-probability of each candidate given each one of the
-                                         depth above, unsorted; at the first depth row 0 is given
-                                         the root, and the other rows are not read
 
 The target's continuation of a step is `tokens[offsets[q] + p :]`. float16 stores 3 digits of a
 log-probability at half the size, far more precise than a drafter is.
@@ -65,17 +61,10 @@ class Recording:
     context_lens: NDArray[np.int32]
     topk_tokens: NDArray[np.int32]
     topk_logprobs: NDArray[np.float32]
-    # float16 in memory too: K times the size of the others
-    transitions: NDArray[np.float16] | None = None
 
     @property
     def depth(self) -> int:
         return self.topk_tokens.shape[1]
-
-    @property
-    def scores(self) -> NDArray[np.floating]:
-        """What trees are grown from: [M, D, K, K] transitions, else [M, D, K] log-probabilities."""
-        return self.topk_logprobs if self.transitions is None else self.transitions
 
     @property
     def num_steps(self) -> int:
@@ -88,44 +77,28 @@ class Recording:
         end = start + (self.depth + 1 if length is None else length)
         return self.tokens[start : min(end, int(self.token_offsets[q + 1]))]
 
-    def text(self, request: int) -> NDArray[np.int32]:
-        """A request's prompt and all tokens that it emitted."""
-        end = int(self.prompt_lens[: request + 1].sum())
-        emitted = slice(*self.token_offsets[request : request + 2])
-        return np.concatenate(
-            [self.prompts[end - self.prompt_lens[request] : end], self.tokens[emitted]]
-        )
-
     def check(self) -> None:
         """Check that replay can read the recording.
 
         Raises ValueError: shapes disagree, scores are not sorted log-probabilities, or a step's
         continuation is shorter than D + 1 tokens.
         """
-        num_reqs, m = len(self.request_ids), self.num_steps
+        reqs, m = len(self.request_ids), self.num_steps
         shape = (m, *self.topk_tokens.shape[1:])
-        sizes = {
-            "domains": len(self.domains) == num_reqs,
-            "temperatures": self.temperatures.shape == (num_reqs,),
-            "prompt_lens": self.prompt_lens.shape == (num_reqs,),
-            "prompts": len(self.prompts) == self.prompt_lens.sum(),
-            "token_offsets": self.token_offsets.shape == (num_reqs + 1,),
-            "tokens": len(self.tokens) == self.token_offsets[-1],
-            "step_positions": self.step_positions.shape == (m,),
-            "context_lens": self.context_lens.shape == (m,),
-            "topk_tokens": len(shape) == 3 and self.topk_tokens.shape == shape,
-            "topk_logprobs": self.topk_logprobs.shape == shape,
+        expected: dict[str, tuple[int, ...]] = {
+            **dict.fromkeys(("domains", "temperatures", "prompt_lens"), (reqs,)),
+            **dict.fromkeys(("step_positions", "context_lens"), (m,)),
+            **dict.fromkeys(("topk_tokens", "topk_logprobs"), shape),
+            "prompts": (int(self.prompt_lens.sum()),),
+            "token_offsets": (reqs + 1,),
+            "tokens": (int(self.token_offsets[-1]),),
         }
-        if self.transitions is not None:
-            sizes["transitions"] = self.transitions.shape == (*shape, shape[-1])
-        wrong = [name for name, fits in sizes.items() if not fits]
-        if wrong:
+        wrong = [name for name, has in expected.items() if np.shape(getattr(self, name)) != has]
+        if wrong or len(shape) != 3:
             raise ValueError(f"recording with shapes that disagree: {', '.join(wrong)}")
         logprobs = self.topk_logprobs
         if not (np.all(logprobs <= 0) and np.all(np.diff(logprobs, axis=2) <= 0)):
             raise ValueError("topk_logprobs must be <= 0 and non-increasing over K")
-        if self.transitions is not None and not np.all(self.transitions <= 0):
-            raise ValueError("transitions must be log-probabilities, <= 0")
         left = np.diff(self.token_offsets)[self.step_requests] - self.step_positions
         if m and (left.min() < self.depth + 1 or self.step_positions.min() < 1):
             raise ValueError(
@@ -145,13 +118,12 @@ class Emitted(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """A draft, made when `position` tokens were emitted: [D, K], [D, K] and, or none, [D, K, K]."""
+    """A draft, made when `position` tokens were emitted: [D, K] and [D, K]."""
 
     name: str
     position: int
     topk_tokens: ArrayLike
     topk_logprobs: ArrayLike
-    transitions: ArrayLike | None = None
 
 
 def recording_of(
@@ -166,45 +138,45 @@ def recording_of(
     """
     index = {request.name: q for q, request in enumerate(requests)}
     outputs = [np.asarray(request.tokens, dtype=np.int32) for request in requests]
+    prompts = [np.asarray(request.prompt, dtype=np.int32) for request in requests]
     rows = []
     for draft in drafts:
         q, depth = index.get(draft.name), len(np.asarray(draft.topk_tokens))
         if q is not None and draft.position + depth + 1 <= len(outputs[q]):
             rows.append((q, draft.position, draft))
     rows.sort(key=lambda row: row[:2])
-    prompts = [np.asarray(request.prompt, dtype=np.int32) for request in requests]
     prompt_lens = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
     owners = np.array([q for q, *_ in rows], dtype=np.int32)
     positions = np.array([position for _, position, _ in rows], dtype=np.int32)
-    empty = np.zeros((0, 0, 0))
+
+    def joined(texts: list[NDArray[np.int32]]) -> NDArray[np.int32]:
+        return np.concatenate([np.zeros(0, dtype=np.int32), *texts])
 
     def stacked(field: str, dtype: Any) -> NDArray[Any]:
         arrays = [np.asarray(getattr(draft, field), dtype=dtype) for *_, draft in rows]
-        return np.stack(arrays) if arrays else empty.astype(dtype)
+        return np.stack(arrays) if arrays else np.zeros((0, 0, 0), dtype=dtype)
 
-    headed = bool(rows) and rows[0][2].transitions is not None
     return Recording(
-        meta=dict(meta),
-        request_ids=list(index),
-        domains=[request.domain for request in requests],
-        temperatures=np.array([request.temperature for request in requests], dtype=np.float32),
-        prompt_lens=prompt_lens,
-        prompts=np.concatenate([np.zeros(0, dtype=np.int32), *prompts]),
-        token_offsets=np.cumsum([0, *map(len, outputs)], dtype=np.int64),
-        tokens=np.concatenate([np.zeros(0, dtype=np.int32), *outputs]),
-        step_requests=owners,
-        step_positions=positions,
-        context_lens=prompt_lens[owners] + positions - 1 if rows else positions,
-        topk_tokens=stacked("topk_tokens", np.int32),
-        topk_logprobs=stacked("topk_logprobs", np.float16).astype(np.float32),
-        transitions=stacked("transitions", np.float16) if headed else None,
+        dict(meta),
+        list(index),
+        [request.domain for request in requests],
+        np.array([request.temperature for request in requests], dtype=np.float32),
+        prompt_lens,
+        joined(prompts),
+        np.cumsum([0, *map(len, outputs)], dtype=np.int64),
+        joined(outputs),
+        owners,
+        positions,
+        prompt_lens[owners] + positions - 1 if rows else positions,
+        stacked("topk_tokens", np.int32),
+        stacked("topk_logprobs", np.float16).astype(np.float32),
     )
 
 
 def save_recording(recording: Recording, path: str | Path) -> None:
     """Write atomically. Raises ValueError: see `Recording.check`."""
     recording.check()
-    stored = {name: value for name, value in vars(recording).items() if value is not None}
+    stored = dict(vars(recording))
     tokens = recording.topk_tokens
     small = not tokens.size or int(tokens.max()) < 1 << 16
     stored |= {

@@ -8,14 +8,14 @@ times compare directly. In a batch, a finished request is replaced until the que
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import numpy as np
 
 from benchmarks.replay.recording import Recording
-from benchmarks.replay.steps import FloatArray, StepTree, best_first, target_ranks
+from benchmarks.replay.steps import StepTree, best_first, target_ranks
 from vllm_bastion.policy.cost.table import StepCostTable
 from vllm_bastion.step_times import StepTimes
 
@@ -54,9 +54,7 @@ class Corpus:
                     "with one token per step"
                 )
             self.remaining[steps] = positions[::-1]
-            self.requests.append(
-                Request(q, recording.domains[q], int(steps[0]), int(positions[-1]))
-            )
+            self.requests.append(Request(recording.domains[q], int(steps[0]), int(positions[-1])))
 
     @property
     def domains(self) -> list[str]:
@@ -70,14 +68,11 @@ class Corpus:
         turns = zip_longest(*map(self.of_domain, self.domains))
         return [request for turn in turns for request in turn if request is not None]
 
-    def scores(self, step: int) -> FloatArray:
-        """[D, K] or [D, K, K]: what a step's tree is grown from, see `steps.best_first`."""
-        return self.recording.scores[step].astype(np.float64)
-
     def tree(self, step: int) -> StepTree:
         tree = self._trees[step]
         if tree is None:
-            tree = best_first(self.scores(step), self.ranks[step], self.max_nodes)
+            logprobs = self.recording.topk_logprobs[step]
+            tree = best_first(logprobs, self.ranks[step], self.max_nodes)
             self._trees[step] = tree
         return tree
 
@@ -156,7 +151,7 @@ class Truth:
 
 @dataclass
 class Result:
-    """Sums over a replay; `parts` are those of each request, by its index (batch 1 only)."""
+    """Sums over a replay."""
 
     name: str
     ms: float = 0.0
@@ -164,7 +159,6 @@ class Result:
     steps: int = 0
     request_steps: int = 0
     nodes: int = 0
-    parts: dict[int, Result] = field(default_factory=dict)
 
     @property
     def tau(self) -> float:
@@ -173,22 +167,6 @@ class Result:
     @property
     def mean_nodes(self) -> float:
         return self.nodes / self.request_steps
-
-    def of(self, requests: Iterable[Request]) -> Result:
-        """The part of a batch-1 replay that belongs to `requests`."""
-        total = Result(self.name)
-        for request in requests:
-            part = self.parts[request.index]
-            total.add(part.ms, part.tokens, part.nodes, part.steps, part.request_steps)
-            total.parts[request.index] = part
-        return total
-
-    def add(self, ms: float, tokens: int, nodes: int, steps: int, request_steps: int) -> None:
-        self.ms += ms
-        self.tokens += tokens
-        self.nodes += nodes
-        self.steps += steps
-        self.request_steps += request_steps
 
 
 def simulate(
@@ -204,27 +182,25 @@ def simulate(
     queue.reverse()
     contexts = corpus.recording.context_lens
     result = Result(policy.name)
-    active: list[list[int]] = []  # [request index, its first step, position, last position]
+    active: list[list[int]] = []  # [a request's first step, its position, its last position]
     while queue or active:
         while queue and len(active) < batch:
             request = queue.pop()
-            active.append([request.index, request.first_step, 1, request.last])
-        steps = [first + position - 1 for _, first, position, _ in active]
+            active.append([request.first_step, 1, request.last])
+        steps = [first + position - 1 for first, position, _ in active]
         context = float(np.mean(contexts[steps]))
         outcome = policy.step(steps, context)
         rows = len(active) + outcome.nodes
         ends_with_draft = policy.ends_with_draft(outcome.drafted)
         ms, measured = truth.step_ms(rows, len(active), context, outcome.drafted, ends_with_draft)
         policy.timed(measured)
-        tokens, reqs = 0, len(active)
+        result.ms += ms
+        result.steps += 1
+        result.request_steps += len(active)
+        result.nodes += outcome.nodes
         for row, accepted in zip(active, outcome.accepted, strict=True):
-            emitted = min(accepted + 1, row[3] + 1 - row[2])
-            row[2] += emitted
-            tokens += emitted
-        sums = [result]
-        if batch == 1:
-            sums.append(result.parts.setdefault(active[0][0], Result(policy.name)))
-        for one in sums:
-            one.add(ms, tokens, outcome.nodes, 1, reqs)
-        active = [row for row in active if row[2] <= row[3]]
+            emitted = min(accepted + 1, row[2] + 1 - row[1])
+            row[1] += emitted
+            result.tokens += emitted
+        active = [row for row in active if row[1] <= row[2]]
     return result

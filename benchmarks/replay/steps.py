@@ -53,12 +53,11 @@ def best_first(logprobs: NDArray[np.floating], ranks: IntArray, max_nodes: int) 
     """The `max_nodes` best nodes of one step.
 
     Args:
-        logprobs: [D, K] log-probabilities, non-increasing over K; or unsorted [D, K, K], those of
-            each candidate given each one of the depth above (at the first depth row 0: the root).
+        logprobs: [D, K] log-probabilities, non-increasing over K.
         ranks: [D] rank of the target's token at each depth, -1 if it is no candidate.
         max_nodes: N.
     """
-    depth, top_k = logprobs.shape[0], logprobs.shape[-1]
+    depth, top_k = logprobs.shape
     candidates = torch.arange(top_k, dtype=torch.int32).expand(1, depth, -1).contiguous()
     rows = torch.from_numpy(np.ascontiguousarray(logprobs, dtype=np.float32))[None]
     tokens = torch.empty(1, max_nodes, dtype=torch.int64)
@@ -66,7 +65,7 @@ def best_first(logprobs: NDArray[np.floating], ranks: IntArray, max_nodes: int) 
     log_rho, size = torch.empty(1, max_nodes), torch.empty(1, dtype=torch.int32)
     slots = torch.zeros(1, dtype=torch.int64)
     out = tokens, parents, depths, log_rho, size
-    expand_best_first(candidates, rows if rows.ndim == 4 else rows[:, :, None], top_k, slots, *out)
+    expand_best_first(candidates, rows[:, :, None], top_k, slots, *out)
     used = int(size)
     chosen, above = tokens[0, :used].numpy(), parents[0, :used].numpy()
     enter = np.full(depth, NEVER, dtype=np.int64)
@@ -77,45 +76,3 @@ def best_first(logprobs: NDArray[np.floating], ranks: IntArray, max_nodes: int) 
             break
         enter[d] = node = int(found[0]) + 1
     return StepTree(np.exp(log_rho[0, :used].numpy().astype(np.float64)), enter)
-
-
-def greedy_chain(logprobs: NDArray[np.floating]) -> tuple[IntArray, FloatArray]:
-    """The best child at every depth: [D] candidates, and their log-probabilities.
-
-    logprobs: as in `best_first`.
-    """
-    chain, scores, above = np.zeros(len(logprobs), dtype=np.int64), np.zeros(len(logprobs)), 0
-    for d, rows in enumerate(_by_parent(logprobs)):
-        chain[d] = rows[above].argmax()
-        scores[d] = rows[above, chain[d]]
-        above = chain[d]
-    return chain, scores
-
-
-def chain_accepted(logprobs: NDArray[np.floating], ranks: IntArray) -> int:
-    """Draft tokens that the chain of best children accepts; see `best_first`."""
-    wrong = np.flatnonzero(ranks != greedy_chain(logprobs)[0])
-    return int(wrong[0]) if len(wrong) else len(ranks)
-
-
-def beam_accepted(logprobs: NDArray[np.floating], ranks: IntArray, width: int) -> int:
-    """Draft tokens that a `width` x D beam accepts: the best `width` extensions of every level.
-
-    logprobs, ranks: as in `best_first`.
-    """
-    level, last, on_path = np.zeros(1), np.zeros(1, dtype=np.int64), 0
-    for d, (rows, rank) in enumerate(zip(_by_parent(logprobs), ranks, strict=True)):
-        scores = (level[:, None] + rows[last]).ravel()
-        order = np.argsort(-scores, kind="stable")[:width]
-        where = np.flatnonzero(order == on_path * rows.shape[1] + rank)
-        if rank < 0 or not len(where):
-            return d
-        level, last, on_path = scores[order], order % rows.shape[1], int(where[0])
-    return len(ranks)
-
-
-def _by_parent(logprobs: NDArray[np.floating]) -> NDArray[np.floating]:
-    """[D, K, K]; scores that do not depend on the parent are broadcast."""
-    if logprobs.ndim == 3:
-        return logprobs
-    return np.broadcast_to(logprobs[:, None, :], (*logprobs.shape, logprobs.shape[1]))

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions for `test_quarter`, in a module that a new process imports at once."""
+"""Questions for `test_questions`, in a module that a new process imports at once."""
 
 from __future__ import annotations
 
 import signal
 import time
 
-from benchmarks.gpu.quarter.job import Job
+from benchmarks.gpu.questions import Job
 
 
 def tells(job: Job) -> None:
     """Tells what it lacks of two parts."""
-    for part in job.lacks("a", "b"):
+    for part in job.lacks(("a", "b")):
         job.note(part, value=1)
 
 

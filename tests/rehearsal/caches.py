@@ -6,8 +6,8 @@
 Run it with a virtual environment like the GPU machine's (same Python, PyTorch, Triton; vLLM from
 the kit) in which `setup.sh driver` has built the driver. Each engine starts on the fake driver with
 random weights, in its real shape and without numbers; launches compile for sm_90. What is compiled
-and what vLLM notes of its models goes to /tmp/bastion-quarter/cache, from where `start.sh` reads it
-on the GPU machine. `--compile` starts engines with torch.compile, too.
+and what vLLM notes of its models goes to /tmp/bastion-gpu/cache, where `kit.sh` reads it on the
+GPU machine. `--compile` starts engines with torch.compile, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-HOME = Path("/tmp/bastion-quarter")
+HOME = Path("/tmp/bastion-gpu")
 _CACHES = {
     "XDG_CACHE_HOME": "",
     "VLLM_CACHE_ROOT": "vllm",
@@ -72,45 +72,28 @@ def _patch() -> None:
 
 
 def _engines(compiled: bool) -> dict[str, Any]:
-    from benchmarks import TINY
-    from benchmarks.gpu.quarter.adaptive import BEST_CHAIN, others
-    from benchmarks.gpu.quarter.shapes import (
-        SMALL,
-        dummy_engine,
-        pair_engine,
-        speculative,
-        with_lookup,
-    )
+    from benchmarks.gpu.engines import folder_of
+    from benchmarks.gpu.questions import ENGINES
     from benchmarks.widen import SHAPES, make_pair
 
     wide = HOME / "cache" / "vllm-bastion" / "pairs" / "4B"  # where the pair will be
     if not (wide / "target").exists():
         make_pair(SHAPES["4B"], wide, shard_bytes=None)
-    more = {"load_format": "dummy", **({} if compiled else _EAGER)}
-    four = replace(pair_engine(wide, False, most=64, alive=3, length=384), more=more)
-    chain = others(four, best=True)
-    keys = {"bastion_budget": 16, "quantization": "fp8"}
-    config = speculative("bastion", wide / "drafter", 16, **keys)
-    eight = replace(four, speculative=config, max_num_seqs=16)
-    tiny = replace(pair_engine(TINY, False, most=16, alive=3, length=384), more=SMALL["more"])
-    plain, best = chain["plain"], chain[BEST_CHAIN]
-    work = {"4B plain": plain, "4B chain": best, "4B bastion": four, "4B fp8": eight}
-    work |= {"tiny plain": others(tiny, best=False)["plain"], "tiny bastion": tiny}
-    work |= {"tiny lookup": with_lookup(tiny)}
-    found: dict[str, Any] = {name: _start(engine) for name, engine in work.items()}
-    for shape in ("8B", "experts"):
-        own: dict[str, Any] = {} if compiled else dict(_EAGER)
-        if shape == "experts":
-            own |= {"max_num_seqs": 16, "max_model_len": 512, "gpu_memory_utilization": 0.5}
-        found[shape] = _start(*dummy_engine(shape, False, **own))
+    found: dict[str, Any] = {}
+    for engines in ENGINES.values():
+        # SmolLM2 needs its weights; in 4B's sizes it runs the code of the pair above.
+        folder = wide if "4B" in engines.shape else folder_of(engines.shape, small=False)
+        for mode in engines.modes:
+            engine = engines.engine(mode, False, folder)
+            more = {**engine.more, "load_format": "dummy", **({} if compiled else _EAGER)}
+            found[f"{engines.shape} {mode}"] = _start(replace(engine, more=more))
     return {**found, "ops": _launch_ops}
 
 
-def _start(engine: Any, held: Any = None) -> Any:
+def _start(engine: Any) -> Any:
     def start() -> None:
         from vllm import LLM
 
-        assert held is None or held.name  # the folder of its configs
         LLM(**engine.arguments())
 
     return start
@@ -118,9 +101,9 @@ def _start(engine: Any, held: Any = None) -> Any:
 
 def _launch_ops() -> None:
     """Every case of the ops once; only their kernels matter."""
-    from benchmarks.gpu.engine_cases import engine_cases
+    from benchmarks.ops.on_gpu import gpu_cases
 
-    for entry in engine_cases(small=False):
+    for entry in gpu_cases():
         try:
             entry.make().calls[0]()
         except Exception as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make rehearse ARGS=quarter`: the questions of `benchmarks.gpu.quarter`, from start to end.
+"""`make rehearse ARGS=quarter`: the questions of `benchmarks.gpu`, from start to end.
 
 The first call gets too little time for all of them, so a question is interrupted; the second one
 goes on and must end with an answer to each. Times are made up, numbers are the emulation's.
@@ -32,16 +32,16 @@ def rehearse(arguments: list[str]) -> int:
     _fork_all(emulation)
     _compute_after_start(emulation)
     _report_missing(emulation)
-    from benchmarks.gpu.quarter.main import main
+    from benchmarks.gpu.__main__ import main
 
     problems = []
-    folder = ROOT / "build" / "quarter"  # git-ignored
+    folder = ROOT / "build" / "gpu"  # git-ignored
     shutil.rmtree(folder, ignore_errors=True)
     for seconds in (_FIRST_S, _SECOND_S):
         begin = time.perf_counter()
         status = main(["--small", "--seconds", str(seconds), "--out", str(folder), *arguments])
         print(f"call: {time.perf_counter() - begin:.0f} s, status {status}", flush=True)
-    answers = json.loads((folder / "quarter.json").read_text())["questions"]
+    answers = json.loads((folder / "answers.json").read_text())["questions"]
     for name, entry in answers.items():
         if entry["status"] != "answered":
             problems.append(f"{name}: {entry['status']}: {entry['error']}")
@@ -50,7 +50,7 @@ def rehearse(arguments: list[str]) -> int:
             for row in entry["rows"]
             if row.get("failed") or row.get("outcome") == "failed"
         ]
-    for path in (folder / "quarter-logs").glob("*.log"):
+    for path in (folder / "logs").glob("*.log"):
         text = path.read_text(errors="replace")
         problems += [f"{path.stem}: {line}" for line in text.splitlines() if "FAULT" in line]
     for problem in problems:
@@ -79,9 +79,9 @@ def _fork_all(emulation: Any) -> None:
 
 def _report_missing(emulation: Any) -> None:
     """A question fails where the emulation has no numbers for a kernel."""
-    from benchmarks.gpu.quarter import job
+    from benchmarks.gpu import questions
 
-    ask = job.ask
+    ask = questions.ask
 
     @wraps(ask)  # a process finds it by its name
     def checked(*args: Any) -> None:
@@ -89,7 +89,7 @@ def _report_missing(emulation: Any) -> None:
         if emulation.missing or emulation.errors:
             raise RuntimeError(f"no numbers for {dict(emulation.missing)}: {emulation.errors}")
 
-    job.ask = checked
+    questions.ask = checked
 
 
 def _compute_after_start(emulation: Any) -> None:

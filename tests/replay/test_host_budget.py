@@ -91,7 +91,7 @@ def test_recorded_steps_get_algorithm_1s_nodes():
     below, further = 0, []
     steps = range(0, recording.num_steps, 3)
     for step in steps:
-        rho = best_first(recording.scores[step], ranks[step], 64).rho
+        rho = best_first(recording.topk_logprobs[step], ranks[step], 64).rho
         counts = torch.zeros(1, dtype=torch.int32)
         log_rho = torch.tensor(np.log(rho), dtype=torch.float32)[None]
         choose_budget_op(log_rho, slots, limits, cost, 1, counts)

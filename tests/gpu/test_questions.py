@@ -1,36 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quarter of an hour on a GPU without one: resuming, and limits of time."""
+"""The quarter of an hour on a GPU without one: resuming, limits of time, traces, and the page."""
 
 from __future__ import annotations
 
 import multiprocessing
 import time
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu.quarter import runner
-from benchmarks.gpu.quarter.questions import QUESTIONS, Question
-from benchmarks.gpu.quarter.runner import Runner, order
-from benchmarks.gpu.quarter.store import ANSWERED, FAILED, INTERRUPTED, UNASKED, Answers
+from benchmarks.gpu import runner
+from benchmarks.gpu.__main__ import page
+from benchmarks.gpu.questions import QUESTIONS, Question
+from benchmarks.gpu.runner import ANSWERED, FAILED, INTERRUPTED, UNASKED, Answers, Runner, order
+from benchmarks.gpu.trace import Event, summary
 from tests.gpu.asked import breaks, hangs_after_a_part, hears_nothing, tells
 
 CALL = {"time": "2026", "command": "python", "commit": "abcdef123", "gpu": "a GPU", "vllm": "0.32"}
 
 
-class Asked(Question):
-    """A question of `asked.py`."""
-
-    @property
-    def function(self) -> str:
-        return f"tests.gpu.asked:{self.name}"
-
-
 def question(function: Any, limit_s: float = 60.0, needs_s: float = 1.0) -> Question:
     name = function.__name__
-    return Asked(name, name, "nothing", limit_s, needs_s)
+    return Question(name, name, "nothing", needs_s, limit_s, function)
 
 
 class Call(Runner):
@@ -42,19 +34,14 @@ class Call(Runner):
 
 def ask(folder: Path, *questions: Question, seconds: float = 60.0) -> Answers:
     """One call, as a new process would make it."""
-    Call(Answers(folder / "quarter.json"), folder / "logs", seconds).run(questions)
-    return Answers(folder / "quarter.json")
+    Call(Answers(folder / "answers.json"), folder / "logs", seconds).run(questions)
+    return Answers(folder / "answers.json")
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_RESERVE_S", 0.0)
     monkeypatch.setattr("benchmarks.harness.process._TRACE_S", 1.0)
-
-
-def test_every_question_can_be_asked() -> None:
-    for one in QUESTIONS:
-        assert callable(resolve_name(one.function))
 
 
 @pytest.mark.slow
@@ -96,19 +83,58 @@ def test_nothing_is_begun_that_has_no_time(tmp_path: Path) -> None:
 
 
 def test_a_call_that_is_killed_counts_as_an_interruption(tmp_path: Path) -> None:
-    answers = Answers(tmp_path / "quarter.json")
-    answers.begin_call(CALL)
+    answers = Answers(tmp_path / "answers.json")
+    answers.calls.append(CALL)
     answers.begin("ops")
     answers.add("ops", {"part": "a"})
-    again = Answers(tmp_path / "quarter.json")
+    again = Answers(tmp_path / "answers.json")
     assert again.status("ops") == INTERRUPTED and again.known("ops") == {"a"}
 
 
 def test_new_questions_come_before_interrupted_and_failed_ones(tmp_path: Path) -> None:
-    answers = Answers(tmp_path / "quarter.json")
-    states = {"tokens": FAILED, "adaptive": INTERRUPTED, "defaults": ANSWERED}
-    for name, status in states.items():
+    answers = Answers(tmp_path / "answers.json")
+    for name, status in {"tokens": FAILED, "trace": INTERRUPTED, "defaults": ANSWERED}.items():
         answers.begin(name)
-        answers.end(name, status, 1.0)
+        answers.update(name, status, 1.0)
     names = [one.name for one in order(QUESTIONS, answers)]
-    assert names == ["real", "experts", "host", "ops", "drafter", "adaptive", "tokens"]
+    assert names == ["real", "adaptive", "experts", "host", "ops", "drafter", "trace", "tokens"]
+
+
+def test_gaps_of_the_device_belong_to_the_innermost_part_of_the_host_that_runs() -> None:
+    host = [("schedule", 0, 10), ("execute_model", 10, 100), ("prepare_inputs", 20, 50)]
+    host += [("cudaLaunchKernel", 12, 13), ("cudaGraphLaunch", 60, 61)]
+    device = [("kernel b", 30, 35), ("kernel a", 5, 20), ("copy", 15, 25), ("kernel b", 70, 105)]
+    events = [Event(*one, False) for one in host] + [Event(*one, True) for one in device]
+    found = summary(events, steps=2)
+    assert found["busy"] == pytest.approx(60 / 100)
+    assert found["gaps"] == pytest.approx({"execute_model": 17.5e-6, "prepare_inputs": 2.5e-6})
+    kernels = {"kernel b": 20e-6, "kernel a": 7.5e-6, "copy": 5e-6}
+    assert found["kernels"] == pytest.approx(kernels)
+    assert (found["launches"], found["waits"]) == (1.0, 0.0)
+    assert summary([], steps=1)["busy"] is None
+
+
+def test_the_page_has_a_table_of_each_kind_of_row(tmp_path: Path) -> None:
+    answers = Answers(tmp_path / "answers.json")
+    answers.calls.append(CALL)
+    sums = dict.fromkeys(("forwards", "verified", "steps", "step_ms", "draft_ms", "tokens"), 10)
+    block = {"mode": "plain", "seconds": 2.0, "replies": 3, "equal": 3, "emitted": 10, **sums}
+    faster = {**block, "mode": "bastion", "seconds": 1.0, "emitted": 25}
+    rows = {
+        "trace": {"part": "plain, 1 requests", "ms": 4.0, "busy": 0.5, "gaps": {"schedule": 1.0}},
+        "real": {"part": "1 at a time, T=0", "blocks": [block, faster]},
+        "tokens": {"part": "a test", "outcome": "failed", "text": "E  assert"},
+        "ops": {"part": "walk", "op": "walk", "timing": {"median": 1.5}, "verdict": "met"},
+    }
+    for name, row in rows.items():
+        answers.begin(name)
+        answers.add(name, row)
+        answers.update(name, ANSWERED, 1.0)
+    text = page(answers)
+    for line in (
+        "| plain, 1 requests | 4 | 0.5 | schedule 1 |",
+        "| 1 at a time, T=0 | bastion | 2 | 2.5 | 1 | 1 | 1 | 100 | 3 of 3 |",
+        "| a test | failed | E assert |",
+        "| walk | 1.5 |  | met |",
+    ):
+        assert line in text, text

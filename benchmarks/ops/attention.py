@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The case of tree attention: several KV caches in turn, a check in fp32, and FlashAttention 3.
+"""Tree attention: a check in fp32, and the causal attention that judges it.
 
 In a model each layer reads its own cache, after a layer's weights have passed through the L2 cache.
 Here the calls of a graph cycle through caches that together are many times the L2 cache, so that
-each call reads its keys and values from memory. The queries are warm, as in a model. FlashAttention
-3, as vLLM calls it, computes causal attention over the same caches in the same order.
+each call reads its keys and values from memory. The queries are warm, as in a model. The rival,
+FlashAttention 3 as vLLM calls it or on a CPU vLLM's C++ kernel, computes causal attention over the
+same caches in the same order.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +22,11 @@ from torch import Tensor
 from bastion_kernels import ancestor_bits
 from bastion_kernels.attention.tree_attention import AttentionLayer, AttentionStep
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
-from benchmarks.gpu.harness import Call, Case, Rival
-from benchmarks.gpu.shapes import POISON, Model
+from benchmarks.ops.checks import POISON, reference
+from benchmarks.ops.sizes import Model
+from benchmarks.ops.timing import Call, Case, Rival
 
 _MOST_CACHES = 128
-# what FlashAttention 3 multiplies weights by before it rounds them to float8
-_FLOAT8_FACTOR = 256.0
 # 0: FlashAttention chooses the number of splits; 32: vLLM's setting for captured graphs
 _SPLITS = {"FlashAttention 3, free splits": 0, "FlashAttention 3, <= 32 splits": 32}
 
@@ -42,6 +43,9 @@ class Step:
     starts: Tensor
     # [R] int32, all `length`
     lengths: Tensor
+    # how the blocks of a CPU's cache are packed, and vLLM's name of it
+    layout: Any = None
+    isa: str = ""
 
 
 def flash_attention_3(
@@ -65,8 +69,7 @@ def flash_attention_3(
         cache_seqlens=step.lengths, qkv_dtype=query.dtype, page_size=kv_cache.shape[2], causal=True,
         cu_seqlens_q=step.starts, num_splits=splits,
     )  # fmt: skip
-    # from float8 it makes bf16
-    out = torch.empty_like(query, dtype=torch.bfloat16 if query.dtype.itemsize == 1 else None)
+    out = torch.empty_like(query)
     return lambda: package.flash_attn_varlen_func(
         q=query, k=keys, v=values, out=out, cu_seqlens_q=step.starts, max_seqlen_q=step.rows,
         seqused_k=step.lengths, max_seqlen_k=step.length, softmax_scale=query.shape[2] ** -0.5,
@@ -75,44 +78,58 @@ def flash_attention_3(
     )  # fmt: skip
 
 
-def dense(query: Tensor, kv: Tensor, allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[rows, Hq, d]` masked attention of one request over `[L, Hkv, 2d]`, all in `dtype`.
+def vllm_on_cpu(step: Step, query: Tensor, kv_cache: Tensor) -> Callable[[], Tensor]:
+    """vLLM's C++ kernel over its packed cache."""
+    from vllm import _custom_ops as ops
 
-    With a float8 the weights alone are rounded to it, because there is no other arithmetic in it.
-    """
+    (_, heads, dim), kv_heads, out = query.shape, kv_cache.shape[1], torch.empty_like(query)
+    # once per step, as above
+    plan = ops.cpu_attn_get_scheduler_metadata(
+        *(len(step.lengths), heads, kv_heads, dim, step.lengths, query.dtype, step.starts),
+        *(True, -1, step.isa, True),
+    )
+    keys, values = kv_cache.view(*kv_cache.shape[:2], -1, dim).chunk(2, 2)
+
+    def run() -> Tensor:
+        ops.cpu_attention_with_kv_cache(
+            *(query, keys, values, out, step.starts, step.lengths, dim**-0.5),
+            *(True, None, -1, step.table, 0.0, plan, None),
+        )
+        return out
+
+    return run
+
+
+def dense(query: Tensor, kv: Tensor, allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[rows, Hq, d]` masked attention of one request over `[L, Hkv, 2d]`, all in `dtype`."""
     heads, dim = query.shape[1:]
-    math = torch.float32 if dtype.itemsize == 1 else dtype
-    kv = kv.to(math).repeat_interleave(heads // kv.shape[1], dim=1)
-    scores = torch.einsum("qhd,lhd->hql", query.to(math), kv[..., :dim]) * dim**-0.5
-    scores.masked_fill_(~allowed, float("-inf"))
-    if math == dtype:
-        return torch.einsum("hql,lhd->qhd", scores.softmax(-1), kv[..., dim:])
-    weights = (scores - scores.amax(-1, keepdim=True)).exp() * _FLOAT8_FACTOR
-    rounded = weights.to(dtype).to(math) / weights.sum(-1, keepdim=True)
-    return torch.einsum("hql,lhd->qhd", rounded, kv[..., dim:])
+    query, kv = query.to(dtype), kv.to(dtype).repeat_interleave(heads // kv.shape[1], dim=1)
+    scores = torch.einsum("qhd,lhd->hql", query, kv[..., :dim]) * dim**-0.5
+    weights = scores.masked_fill_(~allowed, float("-inf")).softmax(-1)
+    return torch.einsum("hql,lhd->qhd", weights, kv[..., dim:])
 
 
 def check_attention(
     name: str, out: Tensor, step: Step, query: Tensor, kv_cache: Tensor, tails: Tensor
 ) -> None:
-    """Check that `out` is at most twice as far from fp32 as plain PyTorch in the queries' dtype.
+    """Check that `out` is at most twice as far from exact as plain PyTorch in the queries' dtype.
 
     Args:
         out: `[T, Hq, d]`.
         tails: `[R, rows, rows]` bool, which of the last rows each row sees.
     """
-    context = step.length - step.rows
-    pages, kind = -(-step.length // kv_cache.shape[2]), kv_cache.dtype
-    # PyTorch picks blocks of bytes, but not of every float8
-    stored = kv_cache.view(torch.uint8) if kind.itemsize == 1 else kv_cache
+    context, pages = step.length - step.rows, -(-step.length // kv_cache.shape[2])
+    exact = torch.float64 if query.dtype == torch.float32 else torch.float32
     for r, tail in enumerate(tails):
-        kv = stored[step.table[r, :pages].long()].transpose(1, 2).flatten(0, 1)[: step.length]
-        kv = kv.view(kind)
+        kv = kv_cache[step.table[r, :pages].long()]
+        if step.layout is not None:
+            kv = kv.flatten(2)[:, :, step.layout.offsets.long()]
+        kv = kv.transpose(1, 2).flatten(0, 1)[: step.length]
         allowed = torch.cat([tail.new_ones(step.rows, context), tail], dim=1).to(query.device)
         mine = slice(r * step.rows, (r + 1) * step.rows)
-        truth = dense(query[mine], kv, allowed, torch.float32)
+        truth = dense(query[mine], kv, allowed, exact)
         usual = (dense(query[mine], kv, allowed, query.dtype) - truth).abs().max().item()
-        error = (out[mine].float() - truth).abs().max().item()
+        error = (out[mine] - truth).abs().max().item()
         if not error <= 2 * usual + 1e-5:  # NaN fails
             raise AssertionError(f"{name}: error {error:.3g}, PyTorch's {usual:.3g}")
 
@@ -124,28 +141,30 @@ def in_turn(calls: Sequence[Callable[[], object]], least: int) -> list[Call]:
 
 def random_trees(
     reqs: int, nodes: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:  # [R, N] parents, [R, N+1, N+1] bool: who sees whom
+) -> tuple[Tensor, Tensor]:  # [R, N+1, W] int32 bits and [R, N+1, N+1] bool: who sees whom
     """Random trees: each node's parent is drawn uniformly from the nodes before it."""
     parents = torch.stack(
-        [(torch.rand(reqs, generator=generator) * (j + 1)).long() for j in range(nodes)], dim=1
+        [(torch.rand(reqs, generator=generator) * (j + 1)).int() for j in range(nodes)], dim=1
     )
     sees = torch.eye(nodes + 1, dtype=torch.bool).repeat(reqs, 1, 1)
     for j in range(nodes):
-        sees[:, j + 1] |= sees[torch.arange(reqs), parents[:, j]]
-    return parents, sees
+        sees[:, j + 1] |= sees[torch.arange(reqs), parents[:, j].long()]
+    bits = torch.zeros(reqs, nodes + 1, (nodes + 32) // 32, dtype=torch.int32)
+    reference(ancestor_bits)(parents, torch.arange(reqs), bits)
+    return bits, sees
 
 
-def rival_of(name: str, step: Step, query: Tensor, caches: Sequence[Tensor], least: int) -> Rival:
-    """FlashAttention 3 on this batch; building it makes its schedules."""
+def rival_of(name: str, attend: Any, step: Step, query: Tensor, caches: list[Tensor]) -> Rival:
+    """Causal attention on this batch; building it makes its schedules."""
 
     def build() -> tuple[Sequence[Call], Call]:
-        calls = [flash_attention_3(_SPLITS[name], step, query, kv_cache) for kv_cache in caches]
+        calls = [attend(step, query, kv_cache) for kv_cache in caches]
 
         def check() -> None:
             tails = torch.ones(len(step.lengths), step.rows, step.rows, dtype=torch.bool).tril()
             check_attention(name, calls[0](), step, query, caches[0], tails)
 
-        return in_turn(calls, least), check
+        return in_turn(calls, 5), check
 
     return Rival(name, build)
 
@@ -156,45 +175,45 @@ def attention_case(
     nodes: int,
     context: int,
     device: str,
-    *,
-    cache: torch.dtype | None = None,
+    layout: Any = None,
+    isa: str = "",
 ) -> Case:
     """Trees of `nodes` nodes over `context` cached rows.
 
-    cache: a float8 for caches and queries, as vLLM has them; default: the model's.
+    layout, isa: see `Step`.
     """
     rows, dim = nodes + 1, model.head_dim
     length = context + rows
     pages = -(-length // model.page)
-    kind = cache or model.dtype
-    bytes_read = kind.itemsize * reqs * length * model.kv_heads * 2 * dim
+    bytes_read = model.dtype.itemsize * reqs * length * model.kv_heads * 2 * dim
     count = min(_MOST_CACHES, max(2, -(-model.cold_bytes // bytes_read)))
     g = torch.Generator().manual_seed(context + reqs)
     table = torch.randperm(reqs * pages, generator=g).view(reqs, pages).int().to(device)
     shape = (reqs * pages, model.page, model.kv_heads, 2 * dim)
     caches = [
-        torch.randn(shape, device=device, dtype=model.dtype).to(kind).transpose(1, 2)
-        for _ in range(count)
+        torch.randn(shape, device=device, dtype=model.dtype).transpose(1, 2) for _ in range(count)
     ]
-    query = torch.randn(reqs * rows, model.heads, dim, device=device, dtype=model.dtype).to(kind)
+    if layout is not None:
+        caches = [kv_cache.contiguous() for kv_cache in caches]
+    query = torch.randn(reqs * rows, model.heads, dim, device=device, dtype=model.dtype)
     out = torch.full(query.shape, POISON, device=device, dtype=model.dtype)
     starts = torch.arange(reqs + 1, dtype=torch.int32, device=device) * rows
     lengths = torch.full((reqs,), length, dtype=torch.int32, device=device)
     tails = torch.full((reqs,), rows, dtype=torch.int32, device=device)
-    slots = torch.arange(reqs)
-    parents, sees = random_trees(reqs, nodes, g)
-    bits = torch.zeros(reqs, rows, (rows + 31) // 32, dtype=torch.int32)
-    ancestor_bits.reference(parents.int(), slots, bits)
-    bits, slots = bits.to(device), slots.to(device)
-    workspace = TreeAttentionWorkspace(
-        model.heads, model.kv_heads, dim, model.dtype, reqs * rows, reqs, device
+    bits, sees = random_trees(reqs, nodes, g)
+    workspaces = None
+    if device != "cpu":
+        sizes = model.heads, model.kv_heads, dim, model.dtype, reqs * rows, reqs, device
+        workspaces = {0: TreeAttentionWorkspace(*sizes)}
+        workspaces[0].plan(starts, lengths)  # once per step, so not part of a layer's time
+    step = Step(rows, length, table, starts, lengths, layout, isa)
+    slots = torch.arange(reqs, device=device)
+    trees = AttentionStep(
+        table, starts, lengths, tails, slots, bits.to(device), workspaces=workspaces
     )
-    workspace.plan(starts, lengths)  # once per step, so not part of a layer's time
-    step = Step(rows, length, table, starts, lengths)
-    tree_step = AttentionStep(table, starts, lengths, tails, slots, bits, workspaces={0: workspace})
 
     def attend(kv_cache: Tensor) -> None:
-        AttentionLayer(kv_cache, dim**-0.5).triton(tree_step, query, out)
+        AttentionLayer(kv_cache, dim**-0.5, layout=layout)(trees, query, out)
 
     def check() -> None:
         for kv_cache in (caches[0], caches[-1]):
@@ -202,12 +221,14 @@ def attention_case(
             attend(kv_cache)
             check_attention("tree_attention", out, step, query, kv_cache, sees)
 
-    rivals = _SPLITS if device != "cpu" else ()
+    if device != "cpu":
+        others = {name: partial(flash_attention_3, splits) for name, splits in _SPLITS.items()}
+    else:
+        others = {"vLLM's C++": vllm_on_cpu} if isa else {}
     return Case(
         check=check,
         calls=in_turn([partial(attend, kv_cache) for kv_cache in caches], model.least_calls),
         bytes_moved=bytes_read + query.nbytes + out.nbytes,
-        flops=4 * reqs * rows * length * model.heads * dim,
         memory=f"cold: {count} caches of {bytes_read / 1e6:.0f} MB in turn",
-        rivals=[rival_of(name, step, query, caches, model.least_calls) for name in rivals],
+        rivals=[rival_of(name, other, step, query, caches) for name, other in others.items()],
     )

@@ -34,10 +34,7 @@ def gpu_facts() -> dict[str, Any]:
     gpu = torch.cuda.get_device_properties(0) if cuda else None
     return {
         "gpu": gpu.name if gpu else None,
-        "multiprocessors": gpu.multi_processor_count if gpu else None,
-        "l2_bytes": getattr(gpu, "L2_cache_size", None),
         "driver": _smi("driver_version") if cuda else None,
-        "sm_mhz_max": _smi("clocks.max.sm") if cuda else None,
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "triton": version("triton"),
