@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks in the engine core: what is scheduled, and what is counted.
+"""The schedulers of method "bastion", subclasses of vLLM's: what is scheduled and counted.
 
 vLLM schedules N placeholders for every request. The worker verifies fewer nodes, and reports how
 many with the step's output. Placeholders count against the step's token limit: with N for each of
@@ -11,33 +11,21 @@ step, the worker is told not to draft. Grammars are in `hooks.grammar`.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
 
 import numpy as np
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
-from vllm_bastion.carriers import (
-    GrammarLimits,
-    RequestState,
-    SchedulerState,
-    StepPlan,
-    StepReport,
-)
-from vllm_bastion.config import (
-    BastionSpeculativeConfig,
-    bastion_config,
-    chain_view,
-    chain_view_of,
-    request_budget,
-)
-from vllm_bastion.hooks.grammar import attach_plan
-from vllm_bastion.hooks.telemetry import collect
+from vllm_bastion.carriers import RequestState, SchedulerState, StepPlan, StepReport
+from vllm_bastion.config import BastionSpeculativeConfig, request_budget
+from vllm_bastion.hooks.grammar import GrammarScheduler, attach_plan
+from vllm_bastion.hooks.telemetry import collect, log_whole_run
 
 # Requests that wait for something other than tokens and the KV cache.
 _UNREADY = (
@@ -67,69 +55,68 @@ class TreeRequestMetrics(RequestSpecDecodeMetrics):
             super().observe(num_draft_tokens, num_accepted, detailed)
 
 
-def add_request(original: Callable[..., Any], self: Any, request: Any) -> None:
-    """Let `--per-request-spec-decode-metrics` count trees."""
-    original(self, request)
-    spec_config = bastion_config(self.vllm_config)
-    if spec_config is not None and request.spec_decode_metrics is not None:
-        request.spec_decode_metrics = TreeRequestMetrics.new(spec_config.max_chain_tokens)
+class TreeScheduler(GrammarScheduler):
+    """What both schedulers have in common."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.dynamic_sd_lookup is None:
+            # The list always says N. With it, vLLM neither pads a new request to 1 + N rows nor
+            # lets it wait until there is room for them.
+            self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
 
-def make_spec_decoding_stats(
-    original: Callable[..., Any],
-    self: Any,
-    spec_decoding_stats: Any,
-    num_draft_tokens: int,
-    num_accepted_tokens: int,
-    num_invalid_spec_tokens: dict[str, int] | None,
-    request_id: str,
-) -> Any:
-    """Start a step's statistics with one entry per depth in place of one per node.
+    def add_request(self, request: Any) -> None:
+        """Let `--per-request-spec-decode-metrics` count trees."""
+        super().add_request(request)
+        if request.spec_decode_metrics is not None:
+            request.spec_decode_metrics = TreeRequestMetrics.new(self.settings.max_chain_tokens)
 
-    A request without a verified node had no draft, whatever was scheduled for it.
-    """
-    spec_config = bastion_config(self.vllm_config)
-    unverified = (num_invalid_spec_tokens or {}).get(request_id, 0)
-    if spec_config is not None and num_draft_tokens <= unverified:
-        return spec_decoding_stats
-    if spec_config is not None and spec_decoding_stats is None and self.log_stats:
-        spec_decoding_stats = TreeSpecDecodingStats.new(spec_config.tree_depth)
-    return original(
+    def make_spec_decoding_stats(
         self,
-        spec_decoding_stats,
-        num_draft_tokens,
-        num_accepted_tokens,
-        num_invalid_spec_tokens,
-        request_id,
-    )
+        spec_decoding_stats: Any,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> Any:
+        """Start a step's statistics with one entry per depth in place of one per node.
 
+        A request without a verified node had no draft, whatever was scheduled for it.
+        """
+        unverified = (num_invalid_spec_tokens or {}).get(request_id, 0)
+        if num_draft_tokens <= unverified:
+            return spec_decoding_stats
+        if spec_decoding_stats is None and self.log_stats:
+            spec_decoding_stats = TreeSpecDecodingStats.new(self.settings.tree_depth)
+        return super().make_spec_decoding_stats(
+            spec_decoding_stats,
+            num_draft_tokens,
+            num_accepted_tokens,
+            num_invalid_spec_tokens,
+            request_id,
+        )
 
-def update_from_output(
-    original: Callable[..., Any], self: Any, scheduler_output: Any, model_runner_output: Any
-) -> Any:
-    """Turn nodes scheduled but not verified into vLLM's `num_invalid_spec_tokens`.
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Turn nodes scheduled but not verified into vLLM's `num_invalid_spec_tokens`.
 
-    vLLM subtracts these from the draft tokens it counts, for the engine and for the request. The
-    number of verified nodes also determines the placeholders of the next steps.
-    """
-    from vllm_bastion.policy.shares import next_wanted
+        vLLM subtracts these from the draft tokens it counts, for the engine and for the request.
+        The number of verified nodes also determines the placeholders of the next steps.
+        """
+        from vllm_bastion.policy.shares import next_wanted
 
-    spec_config = bastion_config(self.vllm_config)
-    report = StepReport.find(model_runner_output)
-    if spec_config is not None and scheduler_output.scheduled_spec_decode_tokens:
-        report = StepReport.of(model_runner_output)
-    longest = 0
-    if spec_config is not None and report is not None:
-        verified = report.num_verified
-        state = SchedulerState.ensure(self)
+        report = StepReport.find(model_runner_output)
+        if scheduler_output.scheduled_spec_decode_tokens:
+            report = StepReport.of(model_runner_output)
+        if report is None:
+            return super().update_from_output(scheduler_output, model_runner_output)
+        longest, verified, state = 0, report.num_verified, SchedulerState.ensure(self)
         state.drafting = report.drafting
         state.times += report.times
         for request_id in scheduler_output.scheduled_spec_decode_tokens:
             request = self.requests.get(request_id)
             if request is not None:
                 longest = max(longest, request.num_tokens)
-                nodes = verified.get(request_id, 0)
-                wanted = next_wanted(nodes, spec_config.bastion_gamma)
+                wanted = next_wanted(verified.get(request_id, 0), self.settings.bastion_gamma)
                 RequestState.ensure(request).wanted_placeholders = wanted
         # Nodes that a grammar rejected before verification are already counted.
         invalid = scheduler_output.num_invalid_spec_tokens or {}
@@ -137,91 +124,79 @@ def update_from_output(
             request_id: max(len(tokens) - verified.get(request_id, 0), invalid.get(request_id, 0))
             for request_id, tokens in scheduler_output.scheduled_spec_decode_tokens.items()
         }
-    outputs = original(self, scheduler_output, model_runner_output)
-    if spec_config is not None and report is not None and report.step is not None:
-        collect(self, state, report.step, longest, outputs)
-    return outputs
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if report.step is not None:
+            collect(self, state, report.step, longest, outputs)
+        return outputs
+
+    def _handle_stopped_request(self, request: Any) -> bool:
+        """Count no token after a stop as computed: connectors send that many tokens' cache.
+
+        A recurrent state cannot be rolled back, so there all tokens count.
+        """
+        if not self.has_mamba_layers:
+            computed = request.num_computed_tokens - request.num_output_placeholders
+            # The last token is computed in the next step.
+            request.num_computed_tokens = min(computed, request.num_tokens - 1)
+            request.num_output_placeholders = 0
+        return super()._handle_stopped_request(request)
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        """Give every request its share of placeholders; vLLM gives each of them N."""
+        state = SchedulerState.ensure(self)
+        _share_out(self, self.settings)
+        _leave_blocks(self)
+        waited = any(request.status not in _UNREADY for request in _waiting(self))
+        output = super().schedule(throttle_prefills)
+        tokens_left = output.total_num_scheduled_tokens < self.max_num_scheduled_tokens
+        state.blocked_for -= 1
+        if output.scheduled_new_reqs:
+            state.blocked_at = None
+        elif waited and tokens_left and self.scheduler_config.prefill_schedule_interval <= 1:
+            # The requests most likely wait for the KV cache, until another one leaves. With a
+            # longer interval vLLM holds them back in most steps.
+            state.blocked_at, state.blocked_for = len(self.running), _BLOCKED_FOR
+        room = self.max_num_scheduled_tokens - len(self.running)
+        backlog = room <= 0 or _prompt_tokens(self, room) >= room
+        times, state.times = state.times, []
+        attach_plan(self, output, StepPlan(backlog=backlog, times=times))
+        return output
+
+    def shutdown(self) -> None:
+        """Log what the whole run drafted."""
+        log_whole_run(SchedulerState.ensure(self))
+        super().shutdown()
 
 
-def update_request_with_output(
-    original: Callable[..., Any], self: Any, request: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Cache the blocks that the emitted tokens fill, before vLLM frees any of them.
+class BastionScheduler(TreeScheduler):
+    """Schedules a step once the output of the last one has arrived."""
 
-    vLLM's synchronous scheduler caches in the next step, after freeing the recurrent states that
-    this step left behind, and not at all when the request ends. The asynchronous one caches here.
-    """
-    if bastion_config(self.vllm_config) is None or _runs_ahead(self.__class__):
-        return original(self, request, *args, **kwargs)
-    running = request.status == RequestStatus.RUNNING
-    result = original(self, request, *args, **kwargs)
-    if running:
-        # The last token is computed in the next step.
-        known = min(request.num_tokens - 1, request.num_computed_tokens)
-        self.kv_cache_manager.cache_blocks(request, known)
-    return result
+    def _update_request_with_output(
+        self, request: Any, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        """Cache the blocks that the emitted tokens fill, before vLLM frees any of them.
 
-
-def prometheus_init(
-    original: Callable[..., Any], self: Any, speculative_config: Any, *args: Any, **kwargs: Any
-) -> None:
-    """Create one counter per depth; vLLM creates one per speculative token."""
-    if isinstance(speculative_config, BastionSpeculativeConfig):
-        speculative_config = chain_view(speculative_config, speculative_config.tree_depth)
-    original(self, speculative_config, *args, **kwargs)
+        vLLM caches in the next step, after freeing the recurrent states that this step left
+        behind, and not at all when the request ends. Its asynchronous scheduler caches here.
+        """
+        running = request.status == RequestStatus.RUNNING
+        result = super()._update_request_with_output(request, new_token_ids, is_stale)
+        if running:
+            # The last token is computed in the next step.
+            known = min(request.num_tokens - 1, request.num_computed_tokens)
+            self.kv_cache_manager.cache_blocks(request, known)
+        return result
 
 
-def structured_output_init(original: Callable[..., Any], self: Any, vllm_config: Any) -> None:
-    """Size grammar rollback by depth. `hooks.grammar` makes the bitmasks of trees itself."""
-    config = bastion_config(vllm_config)
-    num_tokens = None if config is None else config.max_chain_tokens
-    original(self, chain_view_of(vllm_config, num_tokens))
-    if config is not None:
-        GrammarLimits(config.max_grammar_tokens).attach(self)
-
-
-def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Give every request its share of placeholders; vLLM gives each of them N."""
-    spec_config = bastion_config(self.vllm_config)
-    if spec_config is None:
-        return original(self, *args, **kwargs)
-    if self.dynamic_sd_lookup is None:
-        # The list always says N. With it, vLLM neither pads a new request to 1 + N rows nor lets
-        # it wait until there is room for them.
-        self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
-    state = SchedulerState.ensure(self)
-    _share_out(self, spec_config)
-    _leave_blocks(self)
-    waited = any(request.status not in _UNREADY for request in _waiting(self))
-    output = original(self, *args, **kwargs)
-    tokens_left = output.total_num_scheduled_tokens < self.max_num_scheduled_tokens
-    state.blocked_for -= 1
-    if output.scheduled_new_reqs:
-        state.blocked_at = None
-    elif waited and tokens_left and self.scheduler_config.prefill_schedule_interval <= 1:
-        # The requests most likely wait for the KV cache, until another one leaves. With a longer
-        # interval vLLM holds them back in most steps.
-        state.blocked_at, state.blocked_for = len(self.running), _BLOCKED_FOR
-    room = self.max_num_scheduled_tokens - len(self.running)
-    backlog = room <= 0 or _prompt_tokens(self, room) >= room
-    times, state.times = state.times, []
-    attach_plan(self, output, StepPlan(backlog=backlog, times=times))
-    return output
-
-
-@cache
-def _runs_ahead(kind: type) -> bool:
-    """Whether schedulers of this class schedule a step before the last one's output arrives."""
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
-    return issubclass(kind, AsyncScheduler)
+class BastionAsyncScheduler(TreeScheduler, AsyncScheduler):
+    """Schedules a step before the output of the last one has arrived."""
 
 
 def _share_out(scheduler: Any, spec_config: BastionSpeculativeConfig) -> None:
     """Cut the placeholders of the running requests, `spec_token_ids`, to their shares."""
     from vllm_bastion.policy.shares import share_placeholders
 
-    runs_ahead = _runs_ahead(scheduler.__class__)
+    runs_ahead = isinstance(scheduler, AsyncScheduler)
     decodes = [request for request in scheduler.running if request.spec_token_ids]
     if not SchedulerState.ensure(scheduler).drafting:
         for request in decodes:
