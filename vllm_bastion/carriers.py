@@ -141,14 +141,6 @@ class RequestState(Carrier):
 
 
 @dataclass
-class GrammarLimits(Carrier):
-    """On a StructuredOutputManager, whose own configuration counts depths."""
-
-    max_drafts: int
-    """Most draft tokens of one request."""
-
-
-@dataclass
 class GrammarTree:
     """A request's drafts after its grammar has pruned them: n nodes in the order of columns."""
 

@@ -270,9 +270,12 @@ engine/weights.py
     @body loader.load_weights( … self.model._build_fused_kv_buffers()
 hooks/engine_args.py
   vllm.config.scheduler:SchedulerConfig @names async_scheduling max_num_active_seqs
-      max_num_batched_tokens max_num_seqs
+      max_num_batched_tokens max_num_seqs scheduler_cls
   vllm.config.vllm:VllmConfig @names _get_v2_model_runner_unsupported_features num_lookahead_tokens
   vllm.config:AttentionConfig @names backend
+  vllm.config.parallel:ParallelConfig @names worker_cls
+  vllm.config.scheduler:SchedulerConfig.get_scheduler_cls @why the engine core builds what we name
+    @body resolve_obj_by_qualname(self.scheduler_cls)
   vllm.engine.arg_utils:EngineArgs.create_engine_config @why where a step cannot hold all drafts,
       adapters are refused with this text
     @body scheduler_config.max_num_batched_tokens … decreasing num_speculative_tokens
@@ -289,15 +292,25 @@ hooks/gated_delta.py
   vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadata @names non_spec_token_indx
       num_accepted_tokens num_actual_tokens num_prefills spec_sequence_masks spec_token_indx
 hooks/grammar.py
+  SCHED.scheduler:Scheduler @calls get_grammar_bitmask(self, scheduler_output);
+      update_draft_token_ids(self, draft_token_ids); update_draft_token_ids_in_output(self,
+      draft_token_ids, scheduler_output)
+  SCHED.output:GrammarOutput @names num_acceptable_drafts
+  STRUCTURED.utils @calls strip_speculative_padding(token_ids)
   SCHED.scheduler:Scheduler.get_grammar_bitmask @beside 186cae8d 186cae8d
   SCHED.scheduler:Scheduler.update_draft_token_ids @beside 2ce05d3b 2ce05d3b
   SCHED.scheduler:Scheduler.update_draft_token_ids_in_output @beside f9ae37b8 f9ae37b8
   STRUCTURED:StructuredOutputManager.grammar_bitmask @beside 5407e59e e7c3948f
+hooks/layers.py
+  vllm.compilation.backends @names model_tag
+  SPEC.dflash.utils:load_dflash_model @why the drafter's layers are known by this tag
+    @body set_model_tag("dflash_head")
+  SPEC.dspark.utils:load_dspark_model @why a DSpark drafter's layers are known by this tag
+    @body set_model_tag("dspark_head")
 hooks/requests.py
   vllm.sampling_params:SamplingParams @names all_stop_token_ids allowed_token_ids
       bad_words_token_ids logit_bias max_tokens min_tokens seed
 hooks/runner.py
-  vllm.compilation.backends @names model_tag
   RUNNER:GPUModelRunner.__init__ @why warm_up finds our manager under this name
     @body self.adaptive_verification
   RUNNER:GPUModelRunner.execute_model @why blocks are copied within it, so after our hook
@@ -312,10 +325,6 @@ hooks/runner.py
       nor sets draft tokens
     @body if self.speculator is not None: … self.speculator.propose( … if self.num_speculative_steps
       > 0: … self.draft_tokens_handler.set_draft_tokens(
-  SPEC.dflash.utils:load_dflash_model @why the drafter's layers are known by this tag
-    @body set_model_tag("dflash_head")
-  SPEC.dspark.utils:load_dspark_model @why a DSpark drafter's layers are known by this tag
-    @body set_model_tag("dspark_head")
   GPU.structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask @beside cbaa23dc eb9557eb
 hooks/runner.py hooks/warm_up.py
   GPU.warmup:_warmup_kernels @why a request's rows follow from these two, and the longest has four
@@ -330,11 +339,19 @@ hooks/scheduler.py
     @beside 131e68f6 131e68f6
   vllm.config.scheduler:SchedulerConfig @names long_prefill_token_threshold
       prefill_schedule_interval
+  SCHED.async_scheduler:AsyncScheduler @calls _update_request_with_output(self, request,
+      new_token_ids, is_stale)
+  SCHED.scheduler:Scheduler @calls add_request(self, request); make_spec_decoding_stats(self,
+      spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens,
+      request_id); schedule(self, throttle_prefills); shutdown(self); update_from_output(self,
+      scheduler_output, model_runner_output); _handle_stopped_request(self, request);
+      _update_request_with_output(self, request, new_token_ids, is_stale)
+    @names has_mamba_layers kv_cache_manager max_model_len num_lookahead_tokens
   SCHED.scheduler:Scheduler @names dynamic_sd_lookup kv_holding_waiting log_stats
       max_num_active_reqs max_num_running_reqs max_num_scheduled_tokens num_spec_tokens
       pause_state requests running scheduler_config
       structured_output_manager vllm_config waiting
-  SCHED.scheduler:Scheduler.__init__ @why the hooks read these
+  SCHED.scheduler:Scheduler.__init__ @why our methods read these
     @body self.vllm_config = vllm_config … self.log_stats … self.requests
   SCHED.scheduler:Scheduler.make_spec_decoding_stats @why vLLM subtracts them from the draft tokens
       that it counts
@@ -374,10 +391,11 @@ hooks/telemetry.py
       the others see the statistics
     @body for stat_logger in self.stat_loggers: … stat_logger.record(
   vllm.v1.metrics.stats:SchedulerStats @names kv_connector_stats
-hooks/weights.py
-  vllm.v1.worker.gpu_worker:Worker @calls get_draft_model(self)
-    @names _weight_update_active _weight_update_is_draft model_runner vllm_config
 hooks/worker.py
+  vllm.v1.worker.gpu_worker:Worker @calls compile_or_warm_up_model(self);
+      execute_dummy_batch(self); finish_weight_update(self); get_draft_model(self);
+      init_device(self); reload_weights(self, args, kwargs); update_weights(self, update_info)
+    @names _weight_update_active _weight_update_is_draft model_runner vllm_config
   vllm.v1.worker.gpu_worker:Worker.execute_dummy_batch @why ours runs the same with one row
     @body _dummy_run( … uniform_decode=True … randomize_inputs=self.randomize_dummy_inputs
 host.py cpu/host.py

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters for gated delta networks, and what they assume of vLLM beyond the ledger."""
+"""The adapters for gated delta networks, and what they assume of vLLM beyond the patch table."""
 
 from __future__ import annotations
 

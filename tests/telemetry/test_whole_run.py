@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from vllm_bastion.carriers import SchedulerState
 from vllm_bastion.hooks import telemetry
-from vllm_bastion.hooks.telemetry import shutdown
+from vllm_bastion.hooks.telemetry import log_whole_run
 from vllm_bastion.telemetry.collector import Collector
 from vllm_bastion.telemetry.drafter_fit import DrafterFit
 from vllm_bastion.telemetry.record import StepRecord
@@ -42,22 +40,18 @@ def test_an_engine_core_that_ends_says_what_the_run_drafted(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(telemetry.logger, "info", said.append)
-    scheduler, ended = SimpleNamespace(), []
-    core = SimpleNamespace(scheduler=scheduler)
-    SchedulerState.ensure(scheduler).collector = _collector()
-    SchedulerState.of(scheduler).collector.add(_tree())
+    state = SchedulerState(collector=_collector())
+    assert state.collector is not None
+    state.collector.add(_tree())
     for _ in range(2):
-        shutdown(ended.append, core)
+        log_whole_run(state)
     (line,) = said
     assert line.startswith("Bastion, the whole run: 8.0 nodes and 2.50 accepted tokens per tree")
     assert line.endswith("estimated gain over plain decoding 2.00x")
-    assert ended == [core] * 2
 
 
 def test_a_run_without_a_step_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(telemetry.logger, "info", said.append)
-    ended: list[object] = []
-    for core in (SimpleNamespace(scheduler=SimpleNamespace()), SimpleNamespace()):
-        shutdown(ended.append, core)
-    assert len(ended) == 2 and not said
+    log_whole_run(SchedulerState())
+    assert not said
