@@ -21,11 +21,12 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_bastion import envs
-from vllm_bastion.carriers import LastStep, SchedulerState, StepPlan, StepReport
+from vllm_bastion.carriers import StepPlan, StepReport
 from vllm_bastion.config import BastionSpeculativeConfig, request_budget
 from vllm_bastion.hooks.grammar import GrammarScheduler, attach_plan
 from vllm_bastion.hooks.telemetry import collect, log_whole_run
 from vllm_bastion.scheduler.gate import Arm, Gate
+from vllm_bastion.scheduler.state import LastStep, SchedulerState
 
 # Requests that wait for something other than tokens and the KV cache.
 _UNREADY = (
