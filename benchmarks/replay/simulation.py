@@ -23,7 +23,6 @@ from benchmarks.replay.table import StepCostTable
 class Request:
     """One request of a recording: positions 1 .. last, one recorded step each."""
 
-    index: int
     domain: str
     first_step: int
     last: int
