@@ -24,7 +24,6 @@ from vllm_bastion.step_times import StepTimes
 class Request:
     """One request of a recording: positions 1 .. last, one recorded step each."""
 
-    index: int
     domain: str
     first_step: int
     last: int
