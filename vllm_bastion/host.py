@@ -208,8 +208,8 @@ class Host:
         rows: Any,
         saved: Any,
         tensors: tuple[Tensor, Tensor, Tensor, Tensor],
-    ) -> bool:
-        """Run a layer's tree rows on a kernel of the host's own. Returns False if it has none.
+    ) -> None:
+        """Run the tree rows of a layer in vLLM's CPU version.
 
         Args:
             layer: vLLM's gated delta layer.
@@ -219,7 +219,7 @@ class Host:
             saved: the layer's `CommitInputs`, written.
             tensors: mixed_qkv [T, C]; b, a [T, H]; out [T, H, V], written.
         """
-        return False
+        raise AssertionError("a GPU runs a layer's ops one after the other")
 
     # ---- calibration --------------------------------------------------------------------
 

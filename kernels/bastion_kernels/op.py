@@ -5,13 +5,13 @@
     class Double(Op):
         x: Tensor                        # fields are the arguments
         def check(self): ...             # raises if they do not fit together
-        def reference(self): ...         # plain PyTorch: the definition, used by the tests
         def triton(self): ...            # on a GPU
 
     double = public(Double, cpu="package.module")
 
-`double(x)` checks its arguments and runs the version for the device. `double.reference(x)`,
-`double.triton(x)` and `double.cpu(x)` run one version, unchecked.
+`double(x)` checks its arguments and runs the version for the device. `double.triton(x)` and
+`double.cpu(x)` run one version, unchecked. What an op computes is written down in
+`tests/references`.
 """
 
 from __future__ import annotations
@@ -56,10 +56,6 @@ class Op:
         """Raise ValueError or TypeError if the arguments do not fit together."""
         raise NotImplementedError
 
-    def reference(self) -> None:
-        """The definition, in plain PyTorch on any device."""
-        raise NotImplementedError
-
     def triton(self) -> None:
         """Launch the Triton kernel."""
         raise NotImplementedError
@@ -80,32 +76,28 @@ class PublicOp(Generic[_P]):
         self._arguments, self._cpu, self._device_of = arguments, cpu, device_of
         self._loaded: Callable[[Op], None] | None = None
 
-        def reference(*args: _P.args, **kwargs: _P.kwargs) -> None:
-            arguments(*args, **kwargs).reference()
-
         def triton(*args: _P.args, **kwargs: _P.kwargs) -> None:
             arguments(*args, **kwargs).triton()
 
         def cpu_version(*args: _P.args, **kwargs: _P.kwargs) -> None:
             self._run_on_cpu(arguments(*args, **kwargs))
 
-        self.reference, self.triton, self.cpu = reference, triton, cpu_version
-        for version, run in (("reference", reference), ("triton", triton), ("cpu", cpu_version)):
-            run.__name__ = f"{name}_{version}"
+        self.triton, self.cpu = triton, cpu_version
+        self.triton.__name__, self.cpu.__name__ = f"{name}_triton", f"{name}_cpu"
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> None:
         call = self._arguments(*args, **kwargs)
         call.check()
         tensor: Tensor = getattr(call, self._device_of)
-        if tensor.is_cuda:
+        if tensor.is_cuda or self._cpu is None:
             call.triton()
         else:
             self._run_on_cpu(call)
 
     def _run_on_cpu(self, call: Op) -> None:
         if self._loaded is None:
-            cpu = self._cpu
-            self._loaded = type(call).reference if cpu is None else load(cpu, self.__name__)
+            assert self._cpu is not None, f"{self.__name__} has no CPU version"
+            self._loaded = load(self._cpu, self.__name__)
         self._loaded(call)
 
 
@@ -117,7 +109,7 @@ def public(
     Args:
         arguments: the op's class.
         cpu: module of the CPU version, a function of that name whose argument is the op. Imported
-            by the first call on a CPU. None: run the reference.
+            by the first call on a CPU. None: Triton only, on a CPU in its interpreter.
         device_of: the argument whose device selects the version; None: the first.
     """
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", arguments.__name__).lower()

@@ -150,13 +150,6 @@ class BindSlots(Op):
         self.expect("base_rows", (), torch.int32)
         self.expect("emitted", (self.slots.shape[0],), torch.int32)
 
-    def reference(self) -> None:
-        count = self.idx_mapping.shape[0]
-        self.slots[:count] = self.idx_mapping
-        self.slots[count:] = -1
-        self.base_rows.fill_(max(count, 1))
-        self.emitted[self.idx_mapping] = self.num_sampled
-
     def triton(self) -> None:
         _bind_kernel[(triton.cdiv(self.slots.shape[0], _BLOCK),)](
             idx_mapping=self.idx_mapping,
@@ -199,15 +192,6 @@ class BindTails(Op):
             self.expect("cu_num_logits", (None,), torch.int32)
         self.expect("slots", (total,), torch.int64)
         self.expect("tail_lens", (total,), torch.int32)
-
-    def reference(self) -> None:
-        count = self.idx_mapping.shape[0]
-        self.slots[:count] = self.idx_mapping
-        self.slots[count:] = -1
-        self.tail_lens.zero_()
-        if self.cu_num_logits is not None:
-            tails = torch.diff(self.cu_num_logits[: count + 1])
-            self.tail_lens[:count] = tails.masked_fill(tails == 1, 0)
 
     def triton(self) -> None:
         _bind_kernel[(triton.cdiv(self.slots.shape[0], _BLOCK),)](
@@ -285,24 +269,6 @@ class ContextRows(Op):
         self.expect("path", (None, None), torch.int32)
         for name in ("positions", "source", "context_positions"):
             self.expect(name, (None,), torch.int64)
-
-    def reference(self) -> None:
-        for r, sampled in enumerate(self.num_sampled.tolist()):
-            start, end = self.context_start[r : r + 2].tolist()
-            tail = int(self.cu_num_logits[r + 1] - self.cu_num_logits[r])
-            root = int(self.query_start_loc[r + 1]) - tail
-            for row in range(start, end):
-                depth = row - start - int(self.rows_before[r])
-                node = int(self.path[r, depth]) if 0 <= depth < self.path.shape[1] else -1
-                self.source[row] = root + (node if node >= 0 else min(depth, 0))
-                self.context_positions[row] = self.positions[root] + depth
-            tail_rows = end - start - int(self.rows_before[r])
-            self.context_rejected[r] = tail_rows - sampled if sampled > 0 else self.num_rejected[r]
-            kept, first = end - int(self.context_rejected[r]), int(self.query_start_loc[r])
-            for slots, into in zip(self.slot_mappings, self.context_slots, strict=True):
-                into[start:kept] = slots[first : first + kept - start]
-                into[kept:end] = -1
-                self.context_positions[kept:end] = 0
 
     def triton(self) -> None:
         _context_rows_kernel[(self.num_sampled.shape[0], triton.cdiv(self.max_rows, _BLOCK))](

@@ -33,7 +33,10 @@ LAUNCH: dict[str, int] = {"dim": 0, "item": 0, "occupancy": 1}
 
 
 def spills_in_loop(assembly: str) -> int:
-    """Accesses to local memory in the loop over tiles: the smallest loop with a matrix product."""
+    """Accesses to local memory in the loop over tiles: the smallest loop with a matrix product.
+
+    The loop that reads tiles again, for values that are not finite, is a larger one.
+    """
     lines = assembly.splitlines()
     products = [i for i, line in enumerate(lines) if re.search(r"\b(H|HG|UTCH)MMA\.", line)]
     if not products:

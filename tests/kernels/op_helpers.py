@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.references import OF
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 POISON = -7777
 
@@ -24,7 +26,8 @@ def versions(*runs: _Run) -> list[_Run]:
 
 def runs(op: Any, *others: Any) -> pytest.MarkDecorator:
     """Parametrize `run` with all versions of an op, and others."""
-    return pytest.mark.parametrize("run", [*others, *versions(op.reference, op.triton, op.cpu)])
+    own = versions(OF[op.__name__], op.triton, *([op.cpu] if op._cpu else []))
+    return pytest.mark.parametrize("run", [*others, *own])
 
 
 def call(run: Callable[..., None], *given: Any, **named: Any) -> None:

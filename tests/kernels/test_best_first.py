@@ -13,6 +13,7 @@ from op_helpers import assert_same, call, lattice, poisoned_trees, prefixes, ref
 from torch import Tensor
 
 from bastion_kernels import expand_best_first
+from tests import references
 
 Lattice = tuple[Tensor, Tensor]  # tokens [R, D, M], log-probabilities [R, D, P, M]
 
@@ -89,7 +90,7 @@ def test_reference_is_best_first_by_brute_force(made: Made, ties: bool, top_k: i
         assert [score for score, _ in expected] == sorted((s for s, _ in expected), reverse=True)
         for limit in (1, 7, 39, 45):
             one = slice(row, row + 1)
-            trees = expand(expand_best_first.reference, tokens[one], logprobs[one], top_k, limit)
+            trees = expand(references.expand_best_first, tokens[one], logprobs[one], top_k, limit)
             used = int(trees.num_nodes[0])
             found = [*zip(trees.log_rho[0, :used].tolist(), prefixes(trees, 0), strict=True)]
             assert found == expected[:limit]
@@ -98,7 +99,7 @@ def test_reference_is_best_first_by_brute_force(made: Made, ties: bool, top_k: i
 def test_unused_columns_and_inert_rows() -> None:
     tokens, logprobs = without_state(2, 2, 2, torch.Generator().manual_seed(3))
     slots = torch.tensor([-1, 3])
-    trees = expand(expand_best_first.reference, tokens, logprobs, 2, 9, slots=slots, num_slots=5)
+    trees = expand(references.expand_best_first, tokens, logprobs, 2, 9, slots=slots, num_slots=5)
     assert trees.num_nodes.tolist() == [-7777, -7777, -7777, 6, -7777]
     assert trees.tokens[0].eq(-7777).all()
     assert trees.tokens[1, 6:].eq(0).all()
@@ -115,12 +116,12 @@ def test_impossible_candidates_are_left_out() -> None:
     logprobs = torch.full((1, 2, 3, 3), nan)
     logprobs[0, 0, 0] = torch.tensor([-inf, nan, -0.5])
     logprobs[0, 1, 2] = torch.tensor([nan, 0.25, -1.0])
-    trees = expand(expand_best_first.reference, tokens, logprobs, 3, 4)
+    trees = expand(references.expand_best_first, tokens, logprobs, 3, 4)
     assert trees.num_nodes.item() == 3  # a probability above 1 counts as 1
     assert trees.tokens[0].tolist() == [2, 4, 5, 0]
     assert trees.log_rho[0, :3].tolist() == [-0.5, -0.5, -1.5]
     one_row = torch.tensor([[[[-0.5, -inf, -inf]], [[0.25, nan, -1.0]]]])
-    trees = expand(expand_best_first.reference, tokens, one_row, 3, 4)
+    trees = expand(references.expand_best_first, tokens, one_row, 3, 4)
     assert trees.num_nodes.item() == 2  # NaN ends a row that is in order
     assert trees.log_rho[0, :2].tolist() == [-0.5, -0.5]
 
@@ -170,7 +171,7 @@ def test_kernel_equals_heap(run, made: Made, case: tuple[int, ...], scores: str)
     slots = torch.randperm(reqs + 3, generator=generator)[:reqs]
     slots[reqs // 2] = -1 if reqs > 1 else slots[0]
     options = {"slots": slots, "num_slots": reqs + 3, "wider": 5}
-    expected = expand(expand_best_first.reference, tokens, logprobs, top_k, limit, **options)
+    expected = expand(references.expand_best_first, tokens, logprobs, top_k, limit, **options)
     actual = expand(run, tokens, logprobs, top_k, limit, **options)
     assert_same(actual, expected)
 
@@ -192,7 +193,7 @@ def test_kernel_equals_heap_on_random_trees(run, trees: int, made: Made) -> None
     for _ in range(trees):
         depth, width, top_k, limit = torch.randint(1, 7, (4,), generator=generator).tolist()
         tokens, logprobs = made(2, depth, width, generator, spread=4.0)
-        expected = expand(expand_best_first.reference, tokens, logprobs, top_k, limit)
+        expected = expand(references.expand_best_first, tokens, logprobs, top_k, limit)
         actual = expand(run, tokens, logprobs, top_k, limit)
         assert_same(actual, expected)
 
@@ -207,7 +208,7 @@ def test_kernel_equals_heap_on_random_trees(run, trees: int, made: Made) -> None
 def test_kernel_equals_heap_at_full_size(run, made: Made, case: tuple[int, ...]) -> None:
     reqs, depth, width, top_k, limit = case
     tokens, logprobs = made(reqs, depth, width, torch.Generator().manual_seed(6))
-    expected = expand(expand_best_first.reference, tokens, logprobs, top_k, limit)
+    expected = expand(references.expand_best_first, tokens, logprobs, top_k, limit)
     actual = expand(run, tokens, logprobs, top_k, limit)
     assert_same(actual, expected)
 
@@ -216,7 +217,7 @@ def test_kernel_equals_heap_at_full_size(run, made: Made, case: tuple[int, ...])
 @runs(expand_best_first, expand_best_first)
 def test_strided_inputs(run, made: Made) -> None:
     tokens, logprobs = made(2, 4, 6, torch.Generator().manual_seed(7))
-    expected = expand(expand_best_first.reference, tokens, logprobs, 4, 20)
+    expected = expand(references.expand_best_first, tokens, logprobs, 4, 20)
     tokens = tokens.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     logprobs = torch.stack([logprobs, logprobs.neg()], dim=-1)[..., 0]
     assert not tokens.is_contiguous() and not logprobs.is_contiguous()

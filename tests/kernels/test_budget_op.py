@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets and shares against exact arithmetic and full sorts, kernels against the references."""
+"""Budgets against exact fractions, shares against full sorts; both are `references`."""
 
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from op_helpers import DEVICE, assert_same, call, poisoned, refuses, runs, versi
 from torch import Tensor
 
 from bastion_kernels import choose_budget, take_best
+from tests import references
 
 
 def choose(run, log_rho, slots, limits, cost, base) -> list[int]:
@@ -49,51 +49,6 @@ def take(run, log_rho, slots, limits, total) -> list[int]:
     return out
 
 
-def taken(log_rho, slots, limits, total) -> list[int]:
-    """Counts after taking the best column of any request `total` times."""
-    active = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot >= 0]
-    counts = {slot: 0 for _, slot in active}
-    for _ in range(total):
-        ready = [
-            (-log_rho[slot, counts[slot]].item(), row, slot)
-            for row, slot in active
-            if counts[slot] < min(int(limits[slot]), log_rho.shape[1])
-        ]
-        if not ready:
-            break
-        counts[min(ready)[2]] += 1
-    return [counts.get(slot, -7777) for slot in range(len(log_rho))]
-
-
-def best_counts(log_rho, slots, limits, cost, base) -> list[int]:
-    """Counts at the first maximum of S, one node at a time, in exact fractions."""
-    active = [slot for slot in slots.tolist() if slot >= 0]
-    rho = {
-        slot: [
-            Fraction(math.floor(math.exp(score) * 2**40), 2**40)
-            for score in log_rho[slot, : int(limits[slot])].tolist()
-            if score > -math.inf
-        ]
-        for slot in active
-    }
-    counts = dict.fromkeys(active, 0)
-    best, best_counts = None, counts
-    total, used = Fraction(len(active)), 0
-    while base + used < len(cost):
-        speed = total / Fraction(cost[base + used].item())
-        if best is None or speed > best:
-            best, best_counts = speed, dict(counts)
-        # the next best node of any request; max keeps the first, so ties go to the lower row
-        open_slots = [slot for slot in active if counts[slot] < len(rho[slot])]
-        if not open_slots:
-            break
-        slot = max(open_slots, key=lambda one: log_rho[one, counts[one]].item())
-        total += rho[slot][counts[slot]]
-        counts[slot] += 1
-        used += 1
-    return [best_counts.get(slot, -7777) for slot in range(len(log_rho))]
-
-
 def scores(slots: int, limit: int, generator: torch.Generator, ties: bool = False) -> Tensor:
     """Sorted path scores with an unused end."""
     log_rho = -3 * torch.rand(slots, limit, generator=generator).cumsum(1) / limit**0.5
@@ -116,27 +71,15 @@ def costs(kind: str, rows: int, generator: torch.Generator) -> Tensor:
     }[kind]
 
 
-@pytest.mark.parametrize("kind", ["flat", "linear", "convex", "staircase", "random"])
-@pytest.mark.parametrize("ties", [False, True])
-def test_reference_is_the_exact_argmax(kind: str, ties: bool) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(100):
-        slots_total, limit = (int(torch.randint(1, 9, (), generator=generator)) for _ in range(2))
-        log_rho = scores(slots_total, limit, generator, ties)
-        slots = torch.randperm(slots_total, generator=generator)
-        slots[torch.rand(slots_total, generator=generator) < 0.2] = -1
-        limits = torch.randint(0, limit + 1, (slots_total,), generator=generator).int()
-        base = int(torch.randint(1, 9, (), generator=generator))
-        cost = costs(kind, int(torch.randint(5, 60, (), generator=generator)), generator)
-        arguments = (log_rho, slots, limits, cost, base)
-        assert choose(choose_budget.reference, *arguments) == best_counts(*arguments)
-
-
 @pytest.mark.parametrize("run", versions(choose_budget.triton, choose_budget.cpu))
-@pytest.mark.parametrize("kind", ["flat", "linear", "staircase", "random"])
-def test_kernel_equals_reference(run, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["flat", "linear", "convex", "staircase", "random"])
+def test_the_budget_is_the_exact_argmax(run, kind: str) -> None:
     generator = torch.Generator().manual_seed(3)
-    for reqs, limit, ties in ((1, 1, False), (1, 37, False), (3, 16, True), (5, 20, False)):
+    sizes = [(1, 1, False), (1, 37, False), (3, 16, True), (5, 20, False)]
+    if "cpu" in run.__name__:
+        sizes += [(reqs, limit, ties) for reqs in range(1, 8) for limit in (1, 5, 8)
+                  for ties in (False, True)]  # fmt: skip
+    for reqs, limit, ties in sizes:
         log_rho = torch.cat([scores(reqs + 2, limit, generator, ties), torch.ones(reqs + 2, 3)], 1)
         log_rho = log_rho[:, :limit]  # rows of a longer buffer
         slots = torch.randperm(reqs + 2, generator=generator)[:reqs]
@@ -145,8 +88,7 @@ def test_kernel_equals_reference(run, kind: str) -> None:
         limits = torch.randint(-1, limit + 9, (reqs + 2,), generator=generator).int()
         for rows, base in ((200, torch.tensor(reqs, dtype=torch.int32)), (12, 5), (3, 9)):
             arguments = (log_rho, slots, limits, costs(kind, rows, generator), base)
-            expected = choose(choose_budget.reference, *arguments)
-            assert choose(run, *arguments) == expected
+            assert choose(run, *arguments) == choose(references.choose_budget, *arguments)
 
 
 @runs(choose_budget)
@@ -181,7 +123,7 @@ def test_long_lists(run) -> None:
     for rows, more_than in ((700, 600), (1400, 1024), (2000, 1024)):  # the search goes by 1,024
         cost = costs("linear", rows, generator)
         arguments = (log_rho, slots, limits, cost, 5)
-        expected = choose(choose_budget.reference, *arguments)
+        expected = choose(references.choose_budget, *arguments)
         assert choose(run, *arguments) == expected
         assert sum(expected) > more_than
 
@@ -196,7 +138,7 @@ def test_promised_is_the_sum_over_the_chosen(run) -> None:
         limits = torch.randint(-1, limit + 9, (reqs + 2,), generator=generator).int()
         arguments = (log_rho, slots, limits, costs("linear", 200, generator), reqs)
         counts, promised = choose_and_promise(run, *arguments)
-        want_counts, want_promised = choose_and_promise(choose_budget.reference, *arguments)
+        want_counts, want_promised = choose_and_promise(references.choose_budget, *arguments)
         assert counts == want_counts
         for slot, count in enumerate(counts):
             if slot in slots.tolist():
@@ -211,7 +153,7 @@ def test_promised_is_the_sum_over_the_chosen(run) -> None:
 
 
 @pytest.mark.thorough
-@runs(take_best)
+@pytest.mark.parametrize("run", versions(take_best.triton, take_best.cpu))
 @pytest.mark.parametrize(
     "kind",
     [
@@ -222,7 +164,7 @@ def test_promised_is_the_sum_over_the_chosen(run) -> None:
         ),
     ],
 )
-def test_take_best_against_a_greedy_walk(run, kind: str) -> None:
+def test_the_best_are_taken(run, kind: str) -> None:
     generator = torch.Generator().manual_seed(7)
     for reqs, limit in ((1, 1), (1, 9), (3, 5), (6, 13), (19, 4)):
         log_rho = scores(reqs + 2, limit, generator, ties=kind == "ties")
@@ -237,7 +179,7 @@ def test_take_best_against_a_greedy_walk(run, kind: str) -> None:
         room = int(limits[slots[slots >= 0]].clamp(0, limit).sum())
         for total in {0, 1, room // 3, max(room - 1, 0), room, room + 1, 2**40}:
             counts = take(run, log_rho, slots, limits, total)
-            assert counts == taken(log_rho, slots, limits, min(total, room + 1))
+            assert counts == take(references.take_best, log_rho, slots, limits, total)
             assert sum(counts[slot] for slot in slots.tolist() if slot >= 0) == min(total, room)
 
 
@@ -252,7 +194,7 @@ def test_take_best_of_many_requests(run, total: int) -> None:
     slots[::9] = -1
     limits = torch.full((reqs,), limit, dtype=torch.int32)
     counts = take(run, log_rho, slots, limits, total)
-    assert counts == take(take_best.reference, log_rho, slots, limits, total)
+    assert counts == take(references.take_best, log_rho, slots, limits, total)
 
 
 @runs(take_best)
@@ -277,10 +219,10 @@ def test_full_size() -> None:
     limits = torch.randint(0, 513, (64,), generator=generator).int()
     for kind in ("linear", "staircase", "random"):
         arguments = (log_rho, slots, limits, costs(kind, 40_000, generator), 64)
-        expected = choose(choose_budget.reference, *arguments)
+        expected = choose(references.choose_budget, *arguments)
         assert choose(choose_run, *arguments) == expected
     for total in (1, 5_000, 20_000):
-        expected = take(take_best.reference, log_rho, slots, limits, total)
+        expected = take(references.take_best, log_rho, slots, limits, total)
         assert take(take_run, log_rho, slots, limits, total) == expected
 
 

@@ -42,12 +42,12 @@ def compiled(*arguments: str) -> list[list[str]]:
 def test_kernels_compile_and_do_not_spill(capability: str) -> None:
     kernels = compiled(capability)
     assert {name for name, *_ in kernels} == {
-        "_accept_kernel", "_advance_kernel", "_ancestors_kernel", "_bad_words_kernel",
+        "_accept_kernel", "_ancestors_kernel", "_bad_words_kernel",
         "_bind_kernel", "_bits_kernel", "_choose_kernel", "_commit_kernel", "_conv_kernel",
         "_context_rows_kernel", "_find_commits_kernel", "_find_kernel", "_find_states_kernel",
         "_maxima_kernel", "_merge_kernel", "_mix_kernel",
         "_penalise_kernel", "_pop_kernel", "_positions_kernel", "_rank_kernel", "_sources_kernel",
-        "_take_kernel", "expand_kernel", "extend_kernel", "gated_delta_commit_kernel",
+        "_take_kernel", "expand_kernel", "gated_delta_commit_kernel",
         "gated_delta_tree_kernel",
     }  # fmt: skip
     # stack bytes: a call of the float64 division takes 8, spilled registers take more
@@ -112,5 +112,5 @@ def test_kernels_compile_use_matrix_instructions_and_do_not_spill(
         # fp32 is exact and so has none
         assert k["wgmma"] == (k["item"] == 2 and k["dim"] <= 256 and capability == HOPPER), k
     if capability == HOPPER:
-        # the shapes that are measured against FlashAttention
-        assert attention[0]["stack"] <= 16
+        # the shapes that are measured against FlashAttention; put by once for a block of queries
+        assert attention[0]["stack"] <= 48

@@ -13,18 +13,18 @@ from attention_batch import (
     Batch,
     Request,
     chain,
-    commits,
     mixed,
     random_parents,
     star,
-    versions,
 )
-from op_helpers import refuses
+from op_helpers import refuses, runs
 from torch import Tensor
 
-from bastion_kernels.gated_delta import recurrence
 from bastion_kernels.gated_delta.recurrence import gated_delta_commit, gated_delta_tree
 from bastion_kernels.gated_delta.states import LayerStates
+from tests import references
+
+trees = runs(gated_delta_tree)
 
 
 class Step:
@@ -54,7 +54,7 @@ class Step:
         self.state = torch.randn(len(self.slots) + 3, h, width, dim, generator=g).mT
         self.scale, self.heads, self.width = dim**-0.5, heads, width
 
-    def run(self, version: str) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, run: Any = references.gated_delta_tree) -> tuple[Tensor, Tensor, Tensor]:
         """Output, updates and decays."""
         rows, h = len(self.query), self.heads[0]
         made = [
@@ -70,8 +70,7 @@ class Step:
             self.starts, self.tails, self.slots, self.bits,
         ]  # fmt: skip
         before = self.state.clone()
-        function = getattr(recurrence.gated_delta_tree, version)
-        function(*(x.to(DEVICE) for x in given), self.scale, *made)
+        run(*(x.to(DEVICE) for x in given), self.scale, *made)
         assert torch.equal(self.state, before)
         return made[0].cpu(), made[1].cpu(), made[2].cpu()
 
@@ -105,60 +104,67 @@ class Step:
         assert bool((out[int(self.starts[-1]) :] == POISON).all())
 
 
-@versions
-def test_a_mixed_batch(version: str) -> None:
+@trees
+def test_a_mixed_batch(run: Any) -> None:
     step = Step(mixed(), seed=1, padded=2)
-    step.check(step.run(version)[0], 1e-5)
+    step.check(step.run(run)[0], 1e-5)
 
 
+WHOLE = pytest.mark.parametrize(
+    "run",
+    [references.gated_delta_tree, pytest.param(gated_delta_tree.triton, marks=pytest.mark.slow)],
+)
 SIZES = (1, 2, 15, 16, 17, 33, 65, 130, 512)
 
 
 @pytest.mark.parametrize(
-    ("version", "nodes"),
-    [("reference", nodes) for nodes in SIZES]
+    ("run", "nodes"),
+    [(references.gated_delta_tree, nodes) for nodes in SIZES]
     # a Python loop in the interpreter
-    + [pytest.param("triton", n, marks=[pytest.mark.slow] * (n not in (2, 17))) for n in SIZES],
+    + [
+        pytest.param(gated_delta_tree.triton, n, marks=[pytest.mark.slow] * (n not in (2, 17)))
+        for n in SIZES
+    ],
 )
-def test_trees_of_any_size(version: str, nodes: int) -> None:
+def test_trees_of_any_size(run: Any, nodes: int) -> None:
     g = torch.Generator().manual_seed(nodes)
     heads, dim = ((2, 1), 16) if nodes > 100 else ((2, 2), 24)
     step = Step([Request(5, parents=random_parents(nodes, g))], heads=heads, dim=dim, seed=nodes)
-    step.check(step.run(version)[0], 1e-5)
+    step.check(step.run(run)[0], 1e-5)
 
 
-@pytest.mark.parametrize("version", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
+@WHOLE
 @pytest.mark.parametrize("shape", [chain, star])
-def test_wide_and_deep_trees(version: str, shape: Any) -> None:
+def test_wide_and_deep_trees(run: Any, shape: Any) -> None:
     step = Step([Request(0, parents=shape(70))], seed=3)
-    step.check(step.run(version)[0], 1e-5)
+    step.check(step.run(run)[0], 1e-5)
 
 
-@pytest.mark.parametrize("version", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
-def test_repeated_keys_that_are_wholly_replaced(version: str) -> None:
+@WHOLE
+def test_repeated_keys_that_are_wholly_replaced(run: Any) -> None:
     """The hardest system: beta 1, no decay, one key for all rows; products of it would overflow."""
     step = Step([Request(0, chunk=40, parents=chain(60))], seed=4)
     step.key[:] = step.key[:1]
     step.gate.zero_()
     step.beta.fill_(1)
-    step.check(step.run(version)[0], 1e-5)
+    step.check(step.run(run)[0], 1e-5)
 
 
-@versions
-def test_rows_and_heads_as_large_as_models_have_them(version: str) -> None:
+@trees
+def test_rows_and_heads_as_large_as_models_have_them(run: Any) -> None:
     g = torch.Generator().manual_seed(5)
     step = Step(
         [Request(3, parents=random_parents(20, g))], heads=(2, 1), dim=128, width=128,
         dtype=torch.bfloat16,
     )  # fmt: skip
-    step.check(step.run(version)[0], 1e-5)
+    step.check(step.run(run)[0], 1e-5)
 
 
-@versions
-def test_requests_without_a_state_are_left_alone(version: str) -> None:
+@trees
+def test_requests_without_a_state_are_left_alone(run: Any) -> None:
     step = Step(mixed(6), seed=6)
     step.places[1] = -1
-    out = step.run(version)[0]
+    out = step.run(run)[0]
     gone = slice(int(step.starts[1]), int(step.starts[2]))
     assert bool((out[gone] == POISON).all())
     out[gone] = 0
@@ -169,11 +175,11 @@ def test_requests_without_a_state_are_left_alone(version: str) -> None:
         torch.testing.assert_close(out[int(step.starts[r])].double(), truth, rtol=1e-4, atol=1e-5)
 
 
-@commits
+@runs(gated_delta_commit)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_state_moves_along_the_accepted_rows(version: str, dtype: torch.dtype) -> None:
+def test_the_state_moves_along_the_accepted_rows(run: Any, dtype: torch.dtype) -> None:
     step = Step(mixed(7), seed=7)
-    _, updates, decays = step.run("reference")
+    _, updates, decays = step.run()
     g = torch.Generator().manual_seed(7)
     tails = [max(1, len(request.parents)) for request in step.requests] + [0]
     logits = torch.tensor([0, *tails], dtype=torch.int32).cumsum(0).to(torch.int32)
@@ -197,9 +203,8 @@ def test_the_state_moves_along_the_accepted_rows(version: str, dtype: torch.dtyp
     states = LayerStates([first, state], [1, 0])
     kept = (torch.stack([0 * x, x]).to(DEVICE) for x in (step.key, updates, decays))
     places = torch.stack([step.places, step.places.flip(0)])
-    function = getattr(recurrence.gated_delta_commit, version)
     tables = (places, places[None], step.starts, logits, path)
-    function(*kept, states, *(x.to(DEVICE) for x in tables))
+    run(*kept, states, *(x.to(DEVICE) for x in tables))
     assert torch.equal(first, before)
     step.state = before.float().cpu()
     touched = set()
@@ -217,14 +222,13 @@ def test_the_state_moves_along_the_accepted_rows(version: str, dtype: torch.dtyp
             assert torch.equal(state[place], before[place])
 
 
-@commits
-def test_the_state_after_any_part_of_a_path(version: str) -> None:
+@runs(gated_delta_commit)
+def test_the_state_after_any_part_of_a_path(run: Any) -> None:
     """A block may end at every offset: its state goes where the step's state was, or elsewhere."""
     step = Step([Request(3, parents=chain(7))], seed=9, padded=0)
-    _, updates, decays = step.run("reference")
+    _, updates, decays = step.run()
     starts, place = step.starts, int(step.places[0])
     kept = [x[None].to(DEVICE) for x in (step.key, updates, decays)]
-    function = getattr(recurrence.gated_delta_commit, version)
     other = next(i for i in range(len(step.state)) if i != place)
     rows = int(starts[1])
     path = torch.arange(9, dtype=torch.int32)[None]
@@ -232,7 +236,7 @@ def test_the_state_after_any_part_of_a_path(version: str) -> None:
     for offset in range(1, rows):
         state, lengths = step.state.to(DEVICE, copy=True), torch.tensor([[rows], [offset]]).int()
         given = (own, into, starts[:2], starts[:2], path, lengths)
-        function(*kept, LayerStates([state], [0]), *(x.to(DEVICE) for x in given))
+        run(*kept, LayerStates([state], [0]), *(x.to(DEVICE) for x in given))
         for at, length in ((other, rows), (place, offset)):
             _, truth = step.along(0, list(range(length)))
             torch.testing.assert_close(state[at].cpu().double(), truth, rtol=1e-4, atol=1e-5)

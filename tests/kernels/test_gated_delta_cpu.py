@@ -12,8 +12,7 @@ from attention_batch import POISON, Batch, Request, chain, mixed, random_parents
 from torch import Tensor
 
 from bastion_kernels.cpu.gated_delta import GatedDeltaLayer, GatedDeltaStep
-from bastion_kernels.gated_delta.recurrence import gated_delta_tree
-from bastion_kernels.gated_delta.short_conv import short_conv_tree
+from tests import references
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -81,7 +80,7 @@ class Layer:
         rows = len(self.mixed)
         where = (self.places, batch.starts, batch.tails, batch.slots)
         convolved = torch.full_like(self.mixed, POISON)
-        short_conv_tree.reference(
+        references.short_conv_tree(
             self.mixed, self.weight, self.conv_state, *where, self.parents, convolved
         )
         keys = hk * self.dim
@@ -93,7 +92,7 @@ class Layer:
         )
         gate = -self.decay_log.exp() * F.softplus(self.a.float() + self.decay_bias.float())
         out = torch.full((rows, h, self.width), POISON).to(self.mixed.dtype)
-        gated_delta_tree.reference(
+        references.gated_delta_tree(
             query, key, value.unflatten(1, (h, self.width)), gate, self.b.float().sigmoid(),
             self.state, *where, batch.bits, self.scale, out, *saved[2:],
         )  # fmt: skip

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from op_helpers import DEVICE, refuses
@@ -10,9 +12,12 @@ from torch import Tensor
 
 from bastion_kernels.accept.kv_compact import KVCompactor
 from bastion_kernels.attention.kv_layout import KVLayout
+from tests.references import compact_caches
 
-ON_CPU = ["compact_cpu"] if DEVICE.type == "cpu" else []
-runs = pytest.mark.parametrize("run", ["compact_reference", "compact_triton", "compact", *ON_CPU])
+Run = Callable[..., None]
+RUNS: list[Run] = [KVCompactor.compact_triton, KVCompactor.compact]
+runs = pytest.mark.parametrize("run", RUNS)
+every = pytest.mark.parametrize("run", [compact_caches, *RUNS])
 
 
 def make_cache(
@@ -51,34 +56,22 @@ class Step:
         self.starts = torch.tensor(starts, dtype=torch.int32)
         self.cu = torch.tensor(cu, dtype=torch.int32)
 
-    def run(self, compactor: KVCompactor, run: str) -> None:
-        getattr(compactor, run)(
-            *(x.to(DEVICE) for x in (self.slots, self.starts, self.cu, self.path))
-        )
-
-    def expected(self, cache: Tensor, group: int) -> Tensor:
-        before, after = cache.clone(), cache.clone()
-        page = cache.shape[2]
-        for r, root in enumerate(self.roots):
-            for depth, node in enumerate(self.path[r].tolist()):
-                if node < 0:
-                    break
-                source = int(self.slots[group, root + node])
-                target = int(self.slots[group, root + depth])
-                if source >= 0 and target >= 0:
-                    row = before[source // page, :, source % page]
-                    after[target // page, :, target % page] = row
-        return after
+    def run(self, compactor: KVCompactor, run: Run) -> None:
+        run(compactor, *(x.to(DEVICE) for x in (self.slots, self.starts, self.cu, self.path)))
 
 
 def same_bytes(got: Tensor, want: Tensor) -> bool:
     return torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
 
 
-def check(run: str, step: Step, caches: list[Tensor], groups: list[int]) -> None:
-    """Run a step on caches; every byte is where the loop puts it."""
-    expected = [step.expected(cache, group) for cache, group in zip(caches, groups, strict=True)]
-    step.run(KVCompactor(caches, groups), run)
+def check(
+    run: Run, step: Step, caches: list[Tensor], groups: list[int],
+    layouts: list[KVLayout | None] | None = None,
+) -> None:  # fmt: skip
+    """Run a step on caches; every byte is where the reference puts it."""
+    expected = [cache.clone() for cache in caches]
+    step.run(KVCompactor(expected, groups, layouts), compact_caches)
+    step.run(KVCompactor(caches, groups, layouts), run)
     for cache, want in zip(caches, expected, strict=True):
         assert same_bytes(cache, want)
 
@@ -86,7 +79,7 @@ def check(run: str, step: Step, caches: list[Tensor], groups: list[int]) -> None
 @runs
 @pytest.mark.parametrize("layout", ["BHN", "BNH", "HBN"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8])
-def test_rows_move_along_the_path(run: str, layout: str, dtype: torch.dtype) -> None:
+def test_rows_move_along_the_path(run: Run, layout: str, dtype: torch.dtype) -> None:
     caches = [make_cache(13, 2, 8, 12, dtype, layout, seed) for seed in range(3)]
     groups = [0, 1, 0]
     step = Step([9, 1, 20, 5], width=8, groups=2, room=13 * 8, seed=1)
@@ -96,7 +89,7 @@ def test_rows_move_along_the_path(run: str, layout: str, dtype: torch.dtype) -> 
 
 
 @runs
-def test_random_paths_shapes_and_odd_columns(run: str) -> None:
+def test_random_paths_shapes_and_odd_columns(run: Run) -> None:
     g = torch.Generator().manual_seed(2)
     for seed in range(25):
         tails = torch.randint(1, 30, (int(torch.randint(1, 6, (1,), generator=g)),), generator=g)
@@ -109,7 +102,7 @@ def test_random_paths_shapes_and_odd_columns(run: str) -> None:
 
 
 @runs
-def test_caches_of_different_shapes(run: str) -> None:
+def test_caches_of_different_shapes(run: Run) -> None:
     caches = [
         make_cache(9, 2, 8, 8, torch.bfloat16, "BHN", 3),
         make_cache(18, 5, 4, 34, torch.bfloat16, "BNH", 4),
@@ -120,7 +113,7 @@ def test_caches_of_different_shapes(run: str) -> None:
 
 
 @runs
-def test_padded_strides_odd_addresses_and_long_paths(run: str) -> None:
+def test_padded_strides_odd_addresses_and_long_paths(run: Run) -> None:
     whole = make_cache(31, 3, 8, 40, torch.bfloat16, "BNH", 11)
     caches = [
         whole[:, :, :, :32],  # rows with gaps
@@ -134,8 +127,8 @@ def test_padded_strides_odd_addresses_and_long_paths(run: str) -> None:
         check(run, step, [cache], [group])
 
 
-@runs
-def test_offsets_beyond_32_bits(run: str) -> None:
+@every
+def test_offsets_beyond_32_bits(run: Run) -> None:
     stride = 2**31 + 5
     try:
         memory = torch.empty(stride + 100, dtype=torch.uint8, device=DEVICE)
@@ -151,7 +144,7 @@ def test_offsets_beyond_32_bits(run: str) -> None:
     assert cache[1, 0, 2].tolist() == [35, 36, 37, 38, 39]
 
 
-@runs
+@every
 @pytest.mark.parametrize(
     ("tails", "paths"),
     [
@@ -161,7 +154,7 @@ def test_offsets_beyond_32_bits(run: str) -> None:
         ([3, 0], [[0, 3, 4, 5], [0, 2, 3, 4]]),
     ],
 )
-def test_paths_that_leave_every_byte(run: str, tails: list[int], paths: list[list[int]]) -> None:
+def test_paths_that_leave_every_byte(run: Run, tails: list[int], paths: list[list[int]]) -> None:
     cache = make_cache(9, 2, 8, 8, torch.bfloat16, "BHN", 6)
     before = cache.clone()
     step = Step(tails, width=len(paths[0]), groups=1, room=72, seed=4)
@@ -173,7 +166,7 @@ def test_paths_that_leave_every_byte(run: str, tails: list[int], paths: list[lis
 
 
 @runs
-def test_slots_of_minus_one_are_skipped(run: str) -> None:
+def test_slots_of_minus_one_are_skipped(run: Run) -> None:
     cache = make_cache(9, 2, 8, 8, torch.bfloat16, "BHN", 8)
     step = Step([12], width=5, groups=1, room=72, seed=6)
     step.path[0] = torch.tensor([0, 3, 5, 7, 9])
@@ -184,14 +177,18 @@ def test_slots_of_minus_one_are_skipped(run: str) -> None:
 
 
 @runs
-def test_a_shared_cache_moves_once_and_aliased_groups_each_by_their_slots(run: str) -> None:
+def test_a_shared_cache_moves_once_and_aliased_groups_each_by_their_slots(
+    run: Run,
+) -> None:
     cache = make_cache(30, 2, 8, 8, torch.bfloat16, "BHN", 9)
     step = Step([10], width=5, groups=2, room=120, seed=7)
     step.path[0] = torch.tensor([0, 2, 3, 7, 9])
     step.slots[1] = step.slots[0] + 120
     rows = step.slots[:, step.roots[0] : step.roots[0] + 10].flatten()
     assert len(set(rows.tolist())) == 20, "the groups' rows overlap"
-    want = step.expected(step.expected(cache, 0), 1)
+    want = cache.clone()
+    for group in (0, 1):
+        step.run(KVCompactor([want], [group]), compact_caches)
     compactor = KVCompactor([cache, cache, cache[:]], [0, 0, 1])
     assert len(compactor.entries) == 2
     step.run(compactor, run)
@@ -208,9 +205,8 @@ def test_refusals_name_the_argument() -> None:
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="packed caches are a CPU's")
-@pytest.mark.parametrize("run", ["compact_reference", "compact_cpu", "compact"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rows_of_packed_caches(run: str, dtype: torch.dtype) -> None:
+def test_rows_of_packed_caches(dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(3)
     step = Step([9, 1, 13, 0, 16], width=8, groups=2, room=96, seed=5)
     shapes = [(6, 2, 16, 24), (6, 2, 16, 24), (3, 1, 32, 10), (6, 3, 16, 24)]
@@ -221,13 +217,10 @@ def test_rows_of_packed_caches(run: str, dtype: torch.dtype) -> None:
     }
     layouts: list[KVLayout | None] = [KVLayout(places[shape[2:]]) for shape in shapes]
     layouts[3] = None
-    groups = [0, 1, 0, 1]
     packed = [
         cache.clone() if layout is None else layout.write(cache)
         for cache, layout in zip(rows, layouts, strict=True)
     ]
-    step.run(KVCompactor(packed, groups, layouts), run)
-    for cache, got, layout, group in zip(rows, packed, layouts, groups, strict=True):
-        after = got if layout is None else layout.read(got)
-        assert same_bytes(after, step.expected(cache, group))
-        assert not same_bytes(after, cache)
+    before = [cache.clone() for cache in packed]
+    check(KVCompactor.compact, step, packed, [0, 1, 0, 1], layouts)
+    assert not any(map(same_bytes, packed, before))

@@ -6,9 +6,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from op_helpers import DEVICE, POISON, poisoned, refuses, runs
+from op_helpers import DEVICE, POISON, assert_same, poisoned, refuses, runs, versions
 
 from bastion_kernels import bind_slots, bind_tails, context_rows
+from tests import references
 
 
 def ints(values: object, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -47,7 +48,7 @@ def test_tails_of_a_verified_batch(run, size):
     assert (slots == -1).all() and not lens.any()
 
 
-@runs(context_rows, context_rows)
+@pytest.mark.parametrize("run", versions(context_rows.triton, context_rows.cpu))
 @pytest.mark.parametrize("caches", [0, 2])
 @pytest.mark.parametrize("seed", range(8))
 def test_context_rows_are_the_accepted_path(run, seed, caches):
@@ -68,40 +69,19 @@ def test_context_rows_are_the_accepted_path(run, seed, caches):
         paths.append(path + [-1] * (width - len(path)))
         sampled.append(0 if rng.random() < 0.2 else len(path))
         rejected.append(0 if sampled[-1] == 0 else n + 1 - len(path))
-    expected_rows, expected_positions, expected_rejected = [], [], []
-    for r in range(reqs):
-        root = int(starts[r + 1]) - 1 - nodes[r]
-        for row in range(-prompts[r], allowed[r]):
-            node = paths[r][row] if row >= 0 else row
-            expected_rows.append(root + (node if row < 0 or node >= 0 else 0))
-            expected_positions.append(int(positions[root]) + row)
-        full = sampled[r] > 0
-        expected_rejected.append(allowed[r] - sampled[r] if full else rejected[r])
-    total = int(kept[-1])
-    mapped = [(7 * np.arange(starts[-1]) + cache).tolist() for cache in range(caches)]
-    expected_slots = [[] for _ in mapped]
-    for r in range(reqs):
-        length = int(kept[r + 1] - kept[r]) - expected_rejected[r]
-        for slots, expected in zip(mapped, expected_slots, strict=True):
-            expected += slots[starts[r] : starts[r] + length] + [-1] * expected_rejected[r]
-        if caches:
-            rows = slice(int(kept[r]) + length, int(kept[r + 1]))
-            expected_positions[rows] = [0] * expected_rejected[r]
-    source = poisoned(total + slack, dtype=torch.int64).to(DEVICE)
-    out_positions, out_rejected = source.clone(), poisoned(reqs, dtype=torch.int32).to(DEVICE)
-    out_slots = [source.clone() for _ in mapped]
-    cu = np.cumsum([0] + [1 + n for n in nodes])
-    run(
-        ints(kept.tolist()), ints(prompts), ints(starts.tolist()), ints(cu.tolist()),
-        ints([*paths, [-1] * width]), ints(positions.tolist(), torch.int64), ints(sampled),
-        ints(rejected), source, out_positions, out_rejected, int(np.diff(kept).max()),
-        [ints(slots, torch.int64) for slots in mapped], out_slots,
-    )  # fmt: skip
-    for out, expected in zip(out_slots, expected_slots, strict=True):
-        assert out.tolist() == expected + [POISON] * slack
-    assert source.tolist() == expected_rows + [POISON] * slack
-    assert out_positions.tolist() == expected_positions + [POISON] * slack
-    assert out_rejected.tolist() == expected_rejected
+    total, cu = int(kept[-1]), np.cumsum([0] + [1 + n for n in nodes])
+    mapped = [ints((7 * np.arange(starts[-1]) + c).tolist(), torch.int64) for c in range(caches)]
+    results = []
+    for version in (references.context_rows, run):
+        outs = [poisoned(total + slack, dtype=torch.int64).to(DEVICE) for _ in range(2 + caches)]
+        out_rejected = poisoned(reqs, dtype=torch.int32).to(DEVICE)
+        version(
+            ints(kept.tolist()), ints(prompts), ints(starts.tolist()), ints(cu.tolist()),
+            ints([*paths, [-1] * width]), ints(positions.tolist(), torch.int64), ints(sampled),
+            ints(rejected), *outs[:2], out_rejected, int(np.diff(kept).max()), mapped, outs[2:],
+        )  # fmt: skip
+        results.append([*outs, out_rejected])
+    assert_same(*results)
 
 
 def test_wrong_arguments_are_named():

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from attention_batch import DEVICE, POISON, Batch, Request, commits, mixed, random_parents, versions
-from op_helpers import refuses
+from attention_batch import DEVICE, POISON, Batch, Request, mixed, random_parents
+from op_helpers import refuses, runs
 from torch import Tensor
 
-from bastion_kernels.gated_delta import short_conv
-from bastion_kernels.gated_delta.short_conv import short_conv_tree
+from bastion_kernels.gated_delta.short_conv import short_conv_commit, short_conv_tree
 from bastion_kernels.gated_delta.states import LayerStates
 
 CHANNELS = 150
@@ -38,9 +39,9 @@ class Step:
         return torch.cat([self.state[self.places[r]].T, self.x[int(self.starts[r]) :][rows]])
 
 
-@versions
+@runs(short_conv_tree)
 @pytest.mark.parametrize("taps", [2, 4])
-def test_a_row_is_convolved_with_its_ancestors(version: str, taps: int) -> None:
+def test_a_row_is_convolved_with_its_ancestors(run: Any, taps: int) -> None:
     g = torch.Generator().manual_seed(taps)
     step = Step([*mixed(taps), Request(2, chunk=2, parents=random_parents(40, g))], taps, taps)
     step.places[2] = -1
@@ -49,7 +50,7 @@ def test_a_row_is_convolved_with_its_ancestors(version: str, taps: int) -> None:
         step.x, step.weight, step.state, step.places, step.starts, step.tails, step.slots,
         step.parents,
     )  # fmt: skip
-    getattr(short_conv.short_conv_tree, version)(*(t.to(DEVICE) for t in given), out)
+    run(*(t.to(DEVICE) for t in given), out)
     for r, request in enumerate(step.requests):
         for row in range(request.rows):
             got = out[int(step.starts[r]) + row].cpu()
@@ -61,8 +62,8 @@ def test_a_row_is_convolved_with_its_ancestors(version: str, taps: int) -> None:
     assert bool((out[int(step.starts[-1]) :] == POISON).all())
 
 
-@commits
-def test_the_last_inputs_of_the_accepted_text_are_kept(version: str) -> None:
+@runs(short_conv_commit)
+def test_the_last_inputs_of_the_accepted_text_are_kept(run: Any) -> None:
     step = Step(mixed(9), seed=9)
     tails = [max(1, len(request.parents)) for request in step.requests] + [0]
     logits = torch.tensor([0, *tails]).cumsum(0).int()
@@ -82,27 +83,25 @@ def test_the_last_inputs_of_the_accepted_text_are_kept(version: str) -> None:
     first = state.clone()
     places = torch.stack([step.places, torch.full_like(step.places, -1)])
     given = (places, places[None], step.starts, logits, path)
-    function = getattr(short_conv.short_conv_commit, version)
     x = torch.stack([torch.zeros_like(step.x), step.x]).to(DEVICE)
-    function(x, LayerStates([first, state], [1, 0]), *(t.to(DEVICE) for t in given))
+    run(x, LayerStates([first, state], [1, 0]), *(t.to(DEVICE) for t in given))
     assert torch.equal(state.cpu(), expected)
     assert torch.equal(first.cpu(), step.state)
 
 
-@commits
-def test_the_inputs_before_any_part_of_a_path(version: str) -> None:
+@runs(short_conv_commit)
+def test_the_inputs_before_any_part_of_a_path(run: Any) -> None:
     """A block may end at every offset: its state goes where the step's state was, or elsewhere."""
     step = Step([Request(2, parents=[-1, 0, 1, 2, 3, 4])], seed=10)
     place, rows = int(step.places[0]), int(step.starts[1])
     other = next(i for i in range(len(step.state)) if i != place)
-    function = getattr(short_conv.short_conv_commit, version)
     path = torch.arange(8, dtype=torch.int32)[None]
     own, into = (torch.tensor(x, dtype=torch.int32) for x in ([[place]], [[[other]], [[place]]]))
     for offset in range(1, rows):
         state, lengths = step.state.to(DEVICE, copy=True), torch.tensor([[rows], [offset]]).int()
         given = (own, into, step.starts[:2], step.starts[:2], path, lengths)
         x = step.x[None].to(DEVICE)
-        function(x, LayerStates([state], [0]), *(t.to(DEVICE) for t in given))
+        run(x, LayerStates([state], [0]), *(t.to(DEVICE) for t in given))
         for at, length in ((other, rows), (place, offset)):
             assert torch.equal(state[at].cpu(), step.text(0, length - 1)[-3:].T)
 

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from attention_batch import DEVICE, versions
-from op_helpers import refuses
+from op_helpers import DEVICE, POISON, assert_same, poisoned, refuses, versions
 from torch import Tensor
 
-from bastion_kernels.gated_delta import blocks
 from bastion_kernels.gated_delta.blocks import StateBlocks, find_commits, find_states
+from tests import references
 
 SIZE, COLUMNS = 4, (5, 7)
 
@@ -28,81 +29,51 @@ def tables(reqs: int) -> list[Tensor]:
     return made
 
 
-def block_after(table: Tensor, request: int, tokens: int, size: int) -> int:
-    column = -(-tokens // size) - 1 if size else 0
-    return int(table[request, min(max(column, 0), table.shape[1] - 1)])
+def buffers(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [poisoned(*shape, dtype=torch.int32).to(DEVICE) for shape in shapes]
 
 
-@versions
+@pytest.mark.parametrize("run", versions(find_states.triton, find_states.cpu))
 @pytest.mark.parametrize("size", [0, SIZE])
 @pytest.mark.parametrize("decodes", [None, [True, False, True, True, True, True]])
 def test_a_step_starts_from_the_states_after_the_tokens_before_it(
-    version: str, size: int, decodes: list[bool] | None
+    run: Any, size: int, decodes: list[bool] | None
 ) -> None:
     """Decodes, a prompt, a request at a block's end, one beyond all columns, and padding."""
-    rows, before = [3, 5, 1, 2, 9, 0], [6, 0, 8, 3, 99, 0]
-    reqs, most = len(rows), 9
-    given = tables(most)
-    starts, computed = torch.full((most + 1,), 77).int(), torch.full((most,), 77).int()
-    state_rows = torch.full((2, most), 77, dtype=torch.int32).to(DEVICE)
-    starts, computed = starts.to(DEVICE), computed.to(DEVICE)
-    mine = [n if decodes is None or decodes[r] else 0 for r, n in enumerate(rows)]
-    limit = sum(mine[:4]) + 8  # the next request ends one row beyond
-    getattr(blocks.find_states, version)(
+    rows, before, most = [3, 5, 1, 2, 9, 0], [6, 0, 8, 3, 99, 0], 9
+    limit = sum(rows[:4]) - (0 if decodes is None else 5) + 8  # the next ends one row beyond
+    given = (
         ints(0, *torch.tensor(rows).cumsum(0).tolist()),
         ints(*(n + c for n, c in zip(rows, before, strict=True))),
         None if decodes is None else torch.tensor(decodes, device=DEVICE),
-        StateBlocks(given, size),
+        StateBlocks(tables(most), size),
         limit,
-        starts,
-        computed,
-        state_rows,
     )
-    assert starts.tolist() == [0, *torch.tensor(mine).cumsum(0).tolist(), *[77] * 3]
-    assert computed.tolist() == [*before, *[77] * 3]
-    for group, table in enumerate(given):
-        for r in range(reqs):
-            held = mine[r] > 0 and sum(mine[: r + 1]) <= limit
-            expected = block_after(table, r, before[r], size) if held else -1
-            assert int(state_rows[group, r]) == expected
-        assert state_rows[group, reqs:].tolist() == [77] * 3
-    assert mine[4] > 0
-    assert int(state_rows[0, 4]) == -1
+    got, expected = (buffers((most + 1,), (most,), (2, most)) for _ in range(2))
+    run(*given, *got)
+    references.find_states(*given, *expected)
+    assert_same(got, expected)
+    assert got[1].tolist() == [*before, *[POISON] * 3]
+    assert got[2][0, 0] == tables(most)[0][0, 1 if size else 0]
+    assert got[2][:, 4].tolist() == [-1, -1]
 
 
-@versions
-def test_a_path_writes_at_its_end_and_where_a_block_ends_within(version: str) -> None:
+@pytest.mark.parametrize("run", versions(find_commits.triton, find_commits.cpu))
+def test_a_path_writes_at_its_end_and_where_a_block_ends_within(run: Any) -> None:
     """Every number of tokens before a step, and every length of the path, side by side."""
     longest = 4
     cases = [(c, n) for c in range(1, 2 * SIZE + 1) for n in range(longest + 1)]
-    reqs, given = len(cases), tables(len(cases))
+    reqs = len(cases)
     path = torch.full((reqs, longest + 1), -1, dtype=torch.int32)
     for r, (_, length) in enumerate(cases):
         path[r, :length] = 2 * torch.arange(length)  # every other row of a tree
+    given = ints(*(c for c, _ in cases)), path.to(DEVICE), StateBlocks(tables(reqs), SIZE)
     # slices of longer buffers
-    into = torch.full((2, 2, reqs + 3), 77, dtype=torch.int32, device=DEVICE)
-    lengths = torch.full((2, reqs + 3), 77, dtype=torch.int32, device=DEVICE)
-    getattr(blocks.find_commits, version)(
-        ints(*(before for before, _ in cases)),
-        path.to(DEVICE),
-        StateBlocks(given, SIZE),
-        into[..., :reqs],
-        lengths[:, :reqs],
-    )
-    crossed = 0
-    for r, (before, length) in enumerate(cases):
-        inner = [c for c in range(before + 1, before + length) if c % SIZE == 0]
-        crossed += len(inner)
-        assert int(lengths[0, r]) == length
-        if inner:
-            assert int(lengths[1, r]) == inner[0] - before
-        for group, table in enumerate(given):
-            assert int(into[0, group, r]) == block_after(table, r, before + length, SIZE)
-            expected = block_after(table, r, inner[0], SIZE) if inner else -1
-            assert int(into[1, group, r]) == expected
-    assert crossed == 12
-    assert bool((into[..., reqs:] == 77).all())
-    assert bool((lengths[:, reqs:] == 77).all())
+    got, expected = (buffers((2, 2, reqs + 3), (2, reqs + 3)) for _ in range(2))
+    for made, version in ((got, run), (expected, references.find_commits)):
+        version(*given, made[0][..., :reqs], made[1][:, :reqs])
+    assert_same(got, expected)
+    assert int((got[0][1, 0, :reqs] >= 0).sum()) == 12
 
 
 def test_refusals_name_the_argument() -> None:

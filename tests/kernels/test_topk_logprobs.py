@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from op_helpers import assert_same, call, poisoned, refuses, runs
+from op_helpers import assert_same, call, poisoned, refuses, runs, versions
 from torch import Tensor
 
 from bastion_kernels import merge_topk, topk_logprobs, topk_partial
+from tests import references
 
 
 def top(run, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -120,14 +123,15 @@ def test_keys_equal_the_references(dtype: torch.dtype) -> None:
     for name, logits in cases.items():
         k = {"one value": 70, "too few": 75}.get(name, 20)
         logits, results = logits.to(dtype), []
-        for run in (topk_partial.reference, topk_partial.triton):
+        for run in versions(references.topk_partial, topk_partial.triton, topk_partial.cpu):
             keys = poisoned(len(logits), k, dtype=torch.int64)
             mass = poisoned(len(logits), dtype=torch.float32)
             call(run, logits, k, 1000, keys, mass)
             results.append((keys, mass))
-        (want_keys, want_mass), (keys, mass) = results
-        assert_same(keys, want_keys, name)
-        torch.testing.assert_close(mass, want_mass, rtol=1e-6, atol=2e-6)
+        want_keys, want_mass = results[0]
+        for keys, mass in results[1:]:
+            assert_same(keys, want_keys, name)
+            torch.testing.assert_close(mass, want_mass, rtol=1e-6, atol=2e-6)
 
 
 @runs(topk_logprobs)
@@ -139,9 +143,15 @@ def test_strided_logits(run) -> None:
 
 @pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
 @pytest.mark.parametrize("shards", [1, 2, 4])
-@pytest.mark.parametrize("version", ["reference", "triton"])
-def test_sharded_vocabulary_gives_the_same(shards: int, version: str) -> None:
-    partial, merge = (getattr(op, version) for op in (topk_partial, merge_topk))
+@pytest.mark.parametrize(
+    ("partial", "merge"),
+    zip(
+        versions(references.topk_partial, topk_partial.triton, topk_partial.cpu),
+        versions(references.merge_topk, merge_topk.triton, merge_topk.cpu),
+        strict=True,
+    ),
+)
+def test_sharded_vocabulary_gives_the_same(shards: int, partial: Any, merge: Any) -> None:
     rows, vocab, k = 2, 4 * 11 + 1, 12  # slices of unequal size, some smaller than K
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(5)).round(decimals=1)
     logits[1, :23] = float("-inf")  # whole slices of nothing
@@ -156,7 +166,7 @@ def test_sharded_vocabulary_gives_the_same(shards: int, version: str) -> None:
     tokens, logprobs = (poisoned(rows, k, dtype=t) for t in (torch.int32, torch.float32))
     call(merge, keys, mass, tokens, logprobs)
     assert_top((tokens, logprobs), logits)
-    whole = top(topk_logprobs.reference, logits, k)
+    whole = top(references.topk_logprobs, logits, k)
     assert_same(tokens, whole[0])
     torch.testing.assert_close(logprobs, whole[1], rtol=0, atol=2e-6)
 

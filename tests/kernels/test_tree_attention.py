@@ -206,3 +206,31 @@ def test_tiles_of_gpus_with_less_shared_memory(kilobytes: int, dim: int) -> None
     requests = [Request(70, parents=random_parents(21, torch.Generator().manual_seed(dim)))]
     batch = Batch(requests, heads=(4, 2), dim=dim, page=16, dtype=torch.bfloat16, seed=dim)
     batch.check(batch.triton(tiles=tiles))
+
+
+@paths
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kinds", [{}, {"window": 9, "softcap": 0.8, "sinks": True}])
+def test_values_reach_the_rows_that_see_them_and_no_others(
+    path: str, dtype: torch.dtype, kinds: dict[str, Any]
+) -> None:
+    """NaN and infinities: of one node of each tree, of a chain, and of a prompt's row."""
+    clean = Batch(mixed(2), dtype=dtype, **kinds)
+    usual, batch = getattr(clean, path)(), Batch(mixed(2), dtype=dtype, **kinds)
+    hit = {0: (4, torch.nan), 1: (2, torch.inf), 3: (10, -torch.inf), 5: (6, torch.nan)}
+    sees = torch.zeros(len(usual), dtype=torch.bool)
+    for r, (row, value) in hit.items():
+        request = batch.requests[r]
+        column = request.cached + row
+        page = batch.table[r, column // batch.page].long()
+        batch.kv[page, :, column % batch.page, batch.dim + 3] = value
+        for i in range(request.rows):
+            sees[int(batch.starts[r]) + i] = column in request.visible(i, batch.window)
+    got = getattr(batch, path)()
+    assert sees[: batch.rows].any() and not sees.all()
+    assert torch.equal(got[~sees], usual[~sees])
+    rest = [c for c in range(batch.dim) if c != 3]
+    assert torch.equal(got[..., rest], usual[..., rest])
+    torch.testing.assert_close(
+        got[sees][..., 3].float(), batch.dense(dtype)[sees][..., 3].float(), equal_nan=True
+    )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bastion_kernels import accept_path
 from bastion_kernels.cpu.walk import GREEDY_DTYPES, accept_greedily, accept_lazily
+from tests import references
 
 
 def accept(run, sampled, fed, parents, slots, starts, depth) -> tuple[Tensor, ...]:
@@ -170,7 +171,7 @@ def test_the_greedy_and_the_lazy_walk_take_the_eager_ones_path(
         (torch.full(shape, 9).int(), torch.full(shape, 9), torch.full((reqs,), 9).int())
         for _ in range(3)
     )
-    accept_path.reference(sampled, *batch, *eager)
+    references.accept_path(sampled, *batch, *eager)
     accept_greedily(logits, *batch, *greedy)
     accept_lazily(draw, *batch, *lazy)
     for expected, one, other in zip(eager, greedy, lazy, strict=True):

@@ -288,14 +288,12 @@ class Emulation:
     def _patch_our_ops(self) -> None:
         """Under every name that the package's modules import them by."""
         import bastion_kernels
+        from tests.references import OF
 
         found = pkgutil.walk_packages(bastion_kernels.__path__, "bastion_kernels.")
         modules = [bastion_kernels, *(importlib.import_module(module.name) for module in found)]
-        for name, (op, reference) in declared_ops().items():
-            if isinstance(op, type):  # its instances are called
-                op.__call__ = self._op(name, op.__call__, reference)
-                continue
-            wrapped = self._op(name, op, reference)
+        for name, op in declared_ops().items():
+            wrapped = self._op(name, op, OF[name])
             for module in modules:
                 for attribute, value in list(vars(module).items()):
                     if value is op:
@@ -305,6 +303,7 @@ class Emulation:
     def _patch_attention(self) -> None:
         """A layer is called with a step: two objects that hold the tensors."""
         from bastion_kernels import AttentionLayer
+        from tests.references import tree_attention
 
         attend = AttentionLayer.__call__
 
@@ -316,7 +315,7 @@ class Emulation:
                 attend(layer, step, query, out)
             given = self.alias((dataclasses.replace(step, workspaces=None), query, out))
             layer = self.alias(layer)
-            self.add("op:AttentionLayer", lambda: layer.reference(*given))
+            self.add("op:AttentionLayer", lambda: tree_attention(layer, *given))
 
         AttentionLayer.__call__ = call
 
@@ -326,9 +325,7 @@ class Emulation:
         def call(*args: Any, **kwargs: Any) -> None:
             given = tree_flatten((args, kwargs))[0]
             on_device = any(isinstance(x, torch.Tensor) and x.is_cuda for x in given)
-            # An op that takes a function is made of other ops, which come here one by one.
-            made_of_others = any(callable(x) for x in given)
-            if not (on_device and self.wanted) or made_of_others:
+            if not (on_device and self.wanted):
                 op(*args, **kwargs)
                 return
             with self.without():
@@ -336,7 +333,6 @@ class Emulation:
             call_args, call_kwargs = self.alias(args), self.alias(kwargs)
             self.add(f"op:{name}", lambda: reference(*call_args, **call_kwargs))
 
-        call.reference = reference  # type: ignore[attr-defined]
         call.triton = call  # type: ignore[attr-defined]
         return call
 
@@ -425,13 +421,13 @@ class Emulation:
         lora.patch(self)
 
 
-def declared_ops() -> dict[str, tuple[Any, Callable[..., None]]]:
-    """Every op of the ops package that declares a reference, with it: functions and classes."""
+def declared_ops() -> dict[str, Any]:
+    """Every op of the ops package."""
     import bastion_kernels
     from bastion_kernels.op import PublicOp
 
     found = {name: getattr(bastion_kernels, name) for name in bastion_kernels.__all__}
-    return {name: (op, op.reference) for name, op in found.items() if isinstance(op, PublicOp)}
+    return {name: op for name, op in found.items() if isinstance(op, PublicOp)}
 
 
 class _Dispatch(TorchDispatchMode):

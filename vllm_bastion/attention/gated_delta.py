@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from bastion_kernels import gated_delta_tree, short_conv_tree
@@ -82,8 +81,8 @@ class TreeRows:
     step_rows: torch.Tensor | None
     # by layer name
     commit_inputs: Mapping[str, CommitInputs]
-    # The host's own kernel, see `Host.run_gated_delta`, and its object for these rows.
-    native: Callable[..., bool]
+    # A CPU's kernel, see `Host.run_gated_delta`, and its object for these rows.
+    native: Callable[..., None]
     of_host: Any = field(default=None, init=False)
 
 
@@ -128,22 +127,13 @@ def _inputs_of(
     layer: Any, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Query, key (normalised), value, gate and beta of convolved rows `[n, C]`."""
-    key_heads = layer.num_k_heads // layer.tp_size
-    if not _on_cpu(layer):
-        from vllm.third_party.flash_linear_attention.ops import fused_post_conv_prep
+    from vllm.third_party.flash_linear_attention.ops import fused_post_conv_prep
 
-        sizes = (key_heads, layer.head_k_dim, layer.head_v_dim)
-        prepared: tuple[torch.Tensor, ...] = fused_post_conv_prep(
-            mixed, a, b, layer.A_log, layer.dt_bias, *sizes
-        )
-        return prepared
-    width = key_heads * layer.head_k_dim
-    query, key, value = mixed.split([width, width, mixed.shape[1] - 2 * width], dim=1)
-    query, key = (x.unflatten(1, (key_heads, layer.head_k_dim)) for x in (query, key))
-    for x in (query, key):
-        x *= torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6)
-    gate = -layer.A_log.float().exp() * F.softplus(a.float() + layer.dt_bias.float())
-    return query, key, value.unflatten(1, (-1, layer.head_v_dim)), gate, b.float().sigmoid()
+    sizes = (layer.num_k_heads // layer.tp_size, layer.head_k_dim, layer.head_v_dim)
+    prepared: tuple[torch.Tensor, ...] = fused_post_conv_prep(
+        mixed, a, b, layer.A_log, layer.dt_bias, *sizes
+    )
+    return prepared
 
 
 def run_tree_rows(
@@ -160,7 +150,8 @@ def run_tree_rows(
     """
     saved, step_rows = rows.commit_inputs[layer.prefix], rows.step_rows
     weight, states = _weight_of(layer), states_of(layer)
-    if _on_cpu(layer) and rows.native(layer, weight, states, rows, saved, (mixed_qkv, b, a, out)):
+    if _on_cpu(layer):
+        rows.native(layer, weight, states, rows, saved, (mixed_qkv, b, a, out))
         return
     if step_rows is not None:
         mixed_qkv, b, a = (x.index_select(0, step_rows) for x in (mixed_qkv, b, a))

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bastion_kernels.cpu.gated_delta import GatedDeltaLayer, GatedDeltaStep, serves
+from bastion_kernels.cpu.gated_delta import GatedDeltaLayer, GatedDeltaStep
 
 
 def run(
@@ -17,14 +17,11 @@ def run(
     rows: Any,
     saved: Any,
     tensors: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> bool:
+) -> None:
     mixed, b, a, out = tensors
     model = weight, layer.A_log, layer.dt_bias, *states
     ours: GatedDeltaLayer | None = saved.of_host
     if ours is None or not ours.has(*model):
-        of_rows = {x.dtype for x in (*tensors, saved.key, saved.conv_input)}
-        if len(of_rows) != 1 or not serves(*of_rows, *(x.dtype for x in model)):
-            return False
         ours = saved.of_host = GatedDeltaLayer(
             *model, saved.conv_input, saved.key, saved.updates, saved.decays,
             layer.head_k_dim**-0.5,
@@ -36,4 +33,3 @@ def run(
             trees.step_slots[:count], trees.parents, rows.step_rows,
         )  # fmt: skip
     ours(rows.of_host, mixed, b, a, out)
-    return True

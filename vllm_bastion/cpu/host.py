@@ -148,10 +148,10 @@ class CpuHost(Host):
         accept_lazily(draw_and_keep, *walk)
         return processed
 
-    def run_gated_delta(self, *args: Any) -> bool:
+    def run_gated_delta(self, *args: Any) -> None:
         from vllm_bastion.cpu import gated_delta
 
-        return gated_delta.run(*args)
+        gated_delta.run(*args)
 
     # ---- calibration --------------------------------------------------------------------
 

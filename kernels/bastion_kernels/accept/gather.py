@@ -73,12 +73,6 @@ class GatherRows(Op):
                     f"{self.name}: {count} rows do not fit an output of {out.shape[0]}"
                 )
 
-    def reference(self) -> None:
-        live = self.rows >= 0
-        index = self.rows[live]
-        for source, out in zip(self.sources, self.outs, strict=True):
-            out[: self.rows.shape[0]][live] = source[index]
-
     def triton(self) -> None:
         widths = tuple(source.shape[1] for source in self.sources)
         if not widths or self.rows.shape[0] == 0:

@@ -100,19 +100,6 @@ class AncestorTokens(Op):
         self.expect("out_tokens", (rows, None), torch.int64)
         self.expect("out_depths", (rows,), torch.int32)
 
-    def reference(self) -> None:
-        fed, width = self.node_ids.tolist(), self.out_tokens.shape[1]
-        self.out_tokens.fill_(-1)
-        for row, (slot, node) in enumerate(
-            zip(self.slots.tolist(), self.nodes.tolist(), strict=True)
-        ):
-            root, path = row - node, list[int]()
-            while 0 < node <= self.parents.shape[1] and len(path) < width:
-                path.append(fed[root + node])
-                node = int(self.parents[slot, node - 1])
-            self.out_tokens[row, : len(path)] = torch.tensor(path[::-1])
-            self.out_depths[row] = len(path)
-
     def triton(self) -> None:
         rows, width = self.out_tokens.shape
         if rows:
@@ -197,24 +184,6 @@ class PenaliseAncestors(Op):
         for name in ("repetition", "frequency", "presence"):
             self.expect(name, (None,), torch.float32)
         self.expect("counts", (None, self.logits.shape[1]), torch.int32)
-
-    def reference(self) -> None:
-        row_slots, live, safe = (
-            self.slots.long()[:, None],
-            self.tokens >= 0,
-            self.tokens.clamp(min=0),
-        )
-        here = (self.tokens[:, :, None] == self.tokens[:, None, :]).sum(-1)
-        scale = self.repetition[row_slots]
-        value = self.before * torch.where(self.before > 0, 1.0 / scale, scale)
-        value -= self.frequency[row_slots] * (self.counts[row_slots, safe] + here)
-        value -= self.presence[row_slots]
-        off = (scale == 1) & (self.frequency[row_slots] == 0) & (self.presence[row_slots] == 0)
-        live &= ~off
-        rows = torch.arange(len(self.logits), device=self.logits.device)[:, None].expand_as(
-            self.tokens
-        )
-        self.logits[rows[live], self.tokens[live]] = value[live]
 
     def triton(self) -> None:
         rows, width = self.tokens.shape
@@ -309,18 +278,6 @@ class MaskBadWords(Op):
             self.expect(name, (None, None), torch.int32)
         for name in ("num_words", "prompt_len", "total_len"):
             self.expect(name, (None,), torch.int32)
-
-    def reference(self) -> None:
-        for row, slot in enumerate(self.slots.tolist()):
-            output = self.emitted[
-                slot, int(self.prompt_len[slot]) : int(self.total_len[slot])
-            ].tolist()
-            output += self.tokens[row, : int(self.depths[row])].tolist()
-            for word in range(min(self.max_words, int(self.num_words[slot]))):
-                start, end = self.word_offsets[slot, word : word + 2].tolist()
-                *rest, last = self.word_tokens[slot, start:end].tolist()
-                if output[len(output) - len(rest) :] == rest and len(rest) <= len(output):
-                    self.logits[row, last] = -torch.inf
 
     def triton(self) -> None:
         rows, width = self.tokens.shape

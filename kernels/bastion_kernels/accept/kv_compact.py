@@ -214,30 +214,6 @@ class KVCompactor:
             for layout, table in tables.items()
         ]
 
-    def compact_reference(
-        self, slot_mappings: Tensor, query_start_loc: Tensor, cu_num_logits: Tensor, path: Tensor
-    ) -> None:
-        """The definition, in plain PyTorch; see `compact`."""
-        num_reqs, width = path.shape
-        tail = (cu_num_logits[1 : num_reqs + 1] - cu_num_logits[:num_reqs]).long()[:, None]
-        root = query_start_loc[1 : num_reqs + 1].long()[:, None] - tail
-        depth = torch.arange(width, device=path.device)
-        # the path ends at the first entry outside the tail; later entries are stale
-        live = ((path >= 0) & (path < tail)).long().cumprod(1).bool() & (path != depth)
-        source_rows = (root + path)[live]
-        target_rows = (root + depth)[live]
-        for (cache, group), layout in zip(self.entries, self.layouts, strict=True):
-            source, target = slot_mappings[group][source_rows], slot_mappings[group][target_rows]
-            keep = (source >= 0) & (target >= 0)
-            source, target, page = source[keep], target[keep], cache.shape[2]
-            if layout is None:
-                cache[target // page, :, target % page] = cache[source // page, :, source % page]
-                continue
-            heads, offsets = torch.arange(cache.shape[1])[:, None], layout.offsets.long()
-            blocks = cache.flatten(2)
-            stored = blocks[(source // page)[:, None, None], heads, offsets[source % page][:, None]]
-            blocks[(target // page)[:, None, None], heads, offsets[target % page][:, None]] = stored
-
     def compact_triton(
         self, slot_mappings: Tensor, query_start_loc: Tensor, cu_num_logits: Tensor, path: Tensor
     ) -> None:

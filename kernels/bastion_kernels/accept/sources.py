@@ -66,18 +66,6 @@ class CountSources(Op):
         self.expect("path", (self.slots.shape[0], None), torch.int32)
         self.expect("counts", (2, 3), torch.int32)
 
-    def reference(self) -> None:
-        for row, slot in enumerate(self.slots.tolist()):
-            if slot < 0:
-                continue
-            nodes = int(self.cu_num_logits[row + 1] - self.cu_num_logits[row]) - 1
-            verified = self.sources[slot, :nodes].tolist()
-            path = [node for node in self.path[row].tolist() if 0 < node <= nodes]
-            for which, kinds in enumerate((verified, [verified[node - 1] for node in path])):
-                for kind in kinds:
-                    if kind:
-                        self.counts[which, kind - 1] += 1
-
     def triton(self) -> None:
         reqs, limit = self.slots.shape[0], self.sources.shape[1]
         if reqs:

@@ -119,31 +119,6 @@ class AcceptPath(Op):
         self.expect("out_tokens", (reqs, longest), torch.int64)
         self.expect("num_sampled", (reqs,), torch.int32)
 
-    def reference(self) -> None:
-        drawn, fed, starts = (
-            self.sampled.tolist(),
-            self.node_ids.tolist(),
-            self.cu_num_logits.tolist(),
-        )
-        longest = self.out_path.shape[1]
-        for r, slot in enumerate(self.slots.tolist()):
-            start, rows = starts[r], starts[r + 1] - starts[r]
-            path: list[int] = []
-            if slot >= 0 and rows > 0:
-                children: dict[tuple[int, int], int] = {}
-                for column, parent in enumerate(self.parents[slot, : rows - 1].tolist()):
-                    children.setdefault((parent, fed[start + column + 1]), column + 1)
-                node: int | None = 0
-                while node is not None and len(path) < longest:
-                    path.append(node)
-                    node = children.get((node, drawn[start + node]))
-            padding = longest - len(path)
-            self.out_path[r] = torch.tensor(path + [-1] * padding)
-            self.out_tokens[r] = torch.tensor(
-                [drawn[start + node] for node in path] + [0] * padding
-            )
-            self.num_sampled[r] = len(path)
-
     def triton(self) -> None:
         reqs, length = self.out_path.shape
         limit = self.parents.shape[1]

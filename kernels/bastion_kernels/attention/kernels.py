@@ -17,24 +17,12 @@ last, so repeated runs are bit-equal. The last program keeps its own part in reg
 from __future__ import annotations
 
 from bastion_kernels.attention.plan import first_tile
+from bastion_kernels.attention.tile import add_unbounded, scores, weights
 from bastion_kernels.triton_or_none import tl, triton
 
-__all__ = ["bits_from", "tree_attention_kernel"]
+__all__ = ["tree_attention_kernel"]
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def bits_from(p_bits, stride_word, start, words, b_tail_row):
-    """Bits start .. start + 31 of every row's ancestors, [BLOCK_M] int32; start may be negative."""
-    o_w = tl.zeros_like(b_tail_row) + (start >> 5)
-    m_low = (b_tail_row >= 0) & (o_w >= 0) & (o_w < words)
-    m_high = (b_tail_row >= 0) & (o_w >= -1) & (o_w < words - 1)
-    p_low = p_bits + o_w * stride_word
-    b_low = tl.load(p_low, mask=m_low, other=0).to(tl.uint32, bitcast=True)
-    b_high = tl.load(p_low + stride_word, mask=m_high, other=0)
-    b_pair = (b_high.to(tl.int64) << 32) | b_low.to(tl.int64)
-    return (b_pair >> (start & 31)).to(tl.int32)
 
 
 @triton.jit
@@ -48,45 +36,6 @@ def _bundle(p_entry, KV_HEADS: tl.constexpr):
     rows = tl.load(p_entry + 5)
     context = tl.load(p_entry + 6)
     return request, row, start, tiles, first, rows, context
-
-
-@triton.jit
-def _hide(
-    b_s, o_n, start, end, b_position, b_tail_row, p_bits, stride_word, words, p_depths,
-    tail, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Mask the scores of invisible columns with -inf.
-
-    Args:
-        start: the tile's first column, counted from the first column of the tail.
-        end: one past the last column visible to the block.
-        b_position, b_tail_row: `[BLOCK_M]`, cached row of the query row; its number in the tail,
-            negative outside it.
-        p_depths: depth of the request's nodes 1, 2, ...; read only with a window.
-        tail: rows of the tail.
-    """
-    m_visible = o_n[None, :] <= b_position[:, None]
-    # tail rows look up tail columns in the bits, 32 at a time
-    for k in tl.static_range((BLOCK_N + 31) // 32):
-        b_bits = bits_from(p_bits, stride_word, start + 32 * k, words, b_tail_row)
-        o_lane = tl.arange(0, BLOCK_N) - 32 * k
-        m_word = (o_lane >= 0) & (o_lane < 32) & (start + tl.arange(0, BLOCK_N) >= 0)
-        m_ancestor = ((b_bits[:, None] >> (o_lane & 31)[None, :]) & 1) != 0
-        m_visible = tl.where(m_word[None, :] & (b_tail_row >= 0)[:, None], m_ancestor, m_visible)
-    if WINDOW:
-        # a node's position is its root's plus its depth
-        o_place = start + tl.arange(0, BLOCK_N)
-        m_node = (o_place > 0) & (o_place < tail)
-        b_depth = tl.load(p_depths + o_place - 1, mask=m_node, other=0)
-        b_column_at = tl.where(m_node, o_n - o_place + b_depth, o_n)
-        m_node_row = b_tail_row > 0
-        b_depth = tl.load(p_depths + b_tail_row - 1, mask=m_node_row, other=0)
-        b_row_at = tl.where(m_node_row, b_position - b_tail_row + b_depth, b_position)
-        m_visible &= b_row_at[:, None] - b_column_at[None, :] < WINDOW
-    # a row always sees itself, so results stay finite even if all bits are 0
-    m_visible |= o_n[None, :] == b_position[:, None]
-    m_visible &= (o_n < end)[None, :]
-    return tl.where(m_visible, b_s, float("-inf"))
 
 
 @triton.jit
@@ -244,25 +193,12 @@ def tree_attention_kernel(
             b_v = tl.load(p_k + DIM * STRIDE_KV_COL, mask=m_v, other=0.0)
             o_next = o_n + BLOCK_N
             b_page = tl.load(p_table + o_next // PAGE, mask=o_next < end, other=0)
-            b_s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee")
-            if SOFTCAP:
-                # tanh(x) = 1 - 2 / (1 + exp(2x)); here score_scale has a factor 2 / softcap, and
-                # softcap one of log2(e)
-                b_s = softcap - 2 * softcap / (1 + tl.exp2(b_s * score_scale))
-            hide = t >= unmasked
-            if WINDOW:
-                hide |= t < inner
-            if hide:
-                b_s = _hide(
-                    b_s, o_n.to(tl.int32), t * BLOCK_N - context_end, end, b_position, b_tail_row,
-                    p_bits, stride_bits_word, words, p_depths, tail, BLOCK_N, WINDOW,
-                )  # fmt: skip
-            # scaling inside the exponent is free: a fused multiply-add
-            b_new_max = tl.maximum(b_max, tl.max(b_s, 1) * exponent_scale)
-            # the maximum is -inf while a row has seen no column
-            b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
-            b_p = tl.exp2(b_s * exponent_scale - b_base[:, None])
-            b_rescale = tl.exp2(b_max - b_base)
+            b_s = scores(
+                b_q, b_k, o_n, t, unmasked, inner, context_end, end, b_position, b_tail_row, p_bits,
+                stride_bits_word, words, p_depths, tail, score_scale, softcap, BLOCK_N, SOFTCAP,
+                WINDOW,
+            )  # fmt: skip
+            b_p, b_rescale, b_max = weights(b_s, b_max, exponent_scale)
             b_sum = b_sum * b_rescale + tl.sum(b_p, 1)
             b_o = tl.dot(
                 b_p.to(b_q.dtype),
@@ -270,7 +206,42 @@ def tree_attention_kernel(
                 b_o * b_rescale[:, None],
                 input_precision="ieee",
             )
-            b_max = b_new_max
+
+        # 0 * NaN is NaN: a value that is not finite has reached rows that do not see it. Looking
+        # at the result finds out; then the same tiles are read again, with such values apart.
+        masked = skipped + finish > unmasked
+        if WINDOW:
+            masked |= skipped + begin < inner
+        if masked:
+            m_lost = (tl.abs(b_o) < float("inf")) == 0
+            if tl.max(tl.max(m_lost.to(tl.int32), 1), 0) > 0:
+                b_o = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                for t in tl.range(skipped + begin, skipped + finish, num_stages=1):
+                    o_n = (t * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.uint32)
+                    b_page = tl.load(p_table + o_n // PAGE, mask=o_n < end, other=0)
+                    o_kv = b_page.to(tl.uint32).to(tl.uint64) * STRIDE_KV_BLOCK
+                    o_kv += (o_n % PAGE) * STRIDE_KV_ROW
+                    p_k = p_kv + o_kv[:, None] + o_d[None, :] * STRIDE_KV_COL
+                    m_v = (o_n < end)[:, None] & (o_d < DIM)[None, :]
+                    b_k = tl.load(p_k, mask=(o_d < DIM)[None, :], other=0.0)
+                    b_v = tl.load(p_k + DIM * STRIDE_KV_COL, mask=m_v, other=0.0).to(b_q.dtype)
+                    b_s = scores(
+                        b_q, b_k, o_n, t, unmasked, inner, context_end, end, b_position,
+                        b_tail_row, p_bits, stride_bits_word, words, p_depths, tail, score_scale,
+                        softcap, BLOCK_N, SOFTCAP, WINDOW,
+                    )  # fmt: skip
+                    b_p, b_rescale, b_max = weights(b_s, b_max, exponent_scale)
+                    b_o = tl.dot(
+                        b_p.to(b_q.dtype),
+                        tl.where(tl.abs(b_v) < float("inf"), b_v, 0.0),
+                        b_o * b_rescale[:, None],
+                        input_precision="ieee",
+                    )
+                    b_o = add_unbounded(
+                        b_o, b_s, p_kv + (DIM + o_d) * STRIDE_KV_COL, p_table, o_d, t * BLOCK_N,
+                        end, STRIDE_KV_BLOCK, STRIDE_KV_ROW, DIM, PAGE, BLOCK_N,
+                    )  # fmt: skip
 
         complete = (first_team == last_team) & (begin < finish)
         if cut:

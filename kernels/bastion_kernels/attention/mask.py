@@ -23,34 +23,6 @@ _NODES = 32  # per program of the mask kernel
 _ROWS = 256  # per program of the position kernel
 
 
-def visible_rows(
-    q: int, length: int, tail: int, bits: Tensor, window: int = 0, depths: Tensor | None = None
-) -> Tensor:
-    """`[q, length]` bool: the cached rows that each of a request's last q rows sees.
-
-    Args:
-        length: cached rows of the request.
-        tail: the last rows, a root and its nodes; at most 1 = causal only.
-        bits: `[>= tail, W]` int32, ancestor bits of the request.
-        window: a row sees only rows less than this many positions before its own; 0 = all.
-        depths: `[N]` int32, depth of each draft node; needed with a window.
-    """
-    columns = torch.arange(length, device=bits.device)
-    seen = columns <= columns[length - q :, None]
-    if tail > 1:
-        shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
-        ancestors = ((bits[:tail, :, None] >> shifts) & 1).flatten(1)[:, :tail].bool()
-        itself = torch.eye(tail, dtype=torch.bool, device=bits.device)
-        seen[q - tail :, length - tail :] = ancestors | itself
-    if window:
-        positions = columns.clone()
-        if tail > 1:
-            assert depths is not None
-            positions[length - tail + 1 :] = length - tail + depths[: tail - 1]
-        seen &= positions[length - q :, None] - positions < window
-    return seen
-
-
 @triton.jit
 def _bits_kernel(
     parents,
@@ -148,18 +120,6 @@ class AncestorBits(Op):
         self.expect("slots", (None,), torch.int64)
         self.expect("out", (num_slots, limit + 1, limit // 32 + 1), torch.int32)
 
-    def reference(self) -> None:
-        """A node's bits are its parent's and its own."""
-        words = self.out.shape[2]
-        for slot in self.slots.tolist():
-            if slot < 0:
-                continue
-            bits = [1]
-            for node, parent in enumerate(self.parents[slot].tolist(), start=1):
-                bits.append(bits[parent] | 1 << node if 0 <= parent < node else 0)
-            raw = b"".join(mask.to_bytes(4 * words, "little") for mask in bits)
-            self.out[slot] = torch.frombuffer(bytearray(raw), dtype=torch.int32).view(-1, words)
-
     def triton(self) -> None:
         reqs, limit, words = self.slots.shape[0], self.parents.shape[1], self.out.shape[2]
         if reqs == 0:
@@ -211,19 +171,6 @@ class TreePositions(Op):
         self.expect("query_start_loc", (reqs + 1,), torch.int32)
         self.expect("cu_num_logits", (reqs + 1,), torch.int32)
         self.expect("out", (self.positions.shape[0],), torch.int64)
-
-    def reference(self) -> None:
-        """Copy the linear positions, then overwrite the tails."""
-        if self.out.data_ptr() != self.positions.data_ptr():
-            self.out.copy_(self.positions)
-        starts, logits = self.query_start_loc.tolist(), self.cu_num_logits.tolist()
-        for r, slot in enumerate(self.slots.tolist()):
-            tail = logits[r + 1] - logits[r]
-            if slot >= 0 and tail > 1:
-                root = starts[r + 1] - tail
-                self.out[root + 1 : root + tail] = (
-                    self.positions[root] + self.depths[slot, : tail - 1]
-                )
 
     def triton(self) -> None:
         rows, reqs = self.positions.shape[0], self.slots.shape[0]

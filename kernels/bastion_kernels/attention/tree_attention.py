@@ -22,28 +22,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from bastion_kernels.attention.kernels import tree_attention_kernel
 from bastion_kernels.attention.kv_layout import KVLayout
-from bastion_kernels.attention.mask import visible_rows
 from bastion_kernels.attention.plan import BUNDLE_FIELDS, RUN_FIELDS
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
 from bastion_kernels.checks import check
 from bastion_kernels.op import load
 
-# Accumulating one precision above the input makes the rounded result independent of the order of a
-# node's ancestors in the tail: a tree row equals the same path as a chain.
-_MATH = {torch.float32: torch.float64, torch.float64: torch.float64}
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# rows of a request scored at once; bounds the memory of a long prefill chunk
-_ROW_CHUNK = 256
 # partial results in flight while they are merged, plus one
 _MERGE_STAGES = 3
-_CPU = "bastion_kernels.cpu.attention"
 
 
 @dataclass(slots=True)
@@ -110,10 +102,8 @@ class AttentionLayer:
         self.check(step, query, out)
         if query.is_cuda:
             self.triton(step, query, out)
-        elif load(_CPU, "serves")(query.dtype, self.kv_cache.dtype):
-            self.cpu(step, query, out)
         else:
-            self.reference(step, query, out)
+            self.cpu(step, query, out)
 
     def check(self, step: AttentionStep, query: Tensor, out: Tensor) -> None:
         """Raise unless layer, step, queries and result fit together."""
@@ -160,54 +150,6 @@ class AttentionLayer:
                 f"{name}: queries {tuple(query.shape)} for {out.dtype}, {kv_cache.shape[1]} key "
                 f"heads and tails of up to {tail} rows do not fit the workspace"
             )
-
-    def reference(self, step: AttentionStep, query: Tensor, out: Tensor) -> None:
-        """The definition, in plain PyTorch and one precision up."""
-        cache = self.kv_cache if self.layout is None else self.layout.read(self.kv_cache)
-        math = _MATH.get(out.dtype, torch.float32)
-        factor: Tensor | float = (
-            self.scale if self.q_scale is None else self.scale * self.q_scale.to(math)
-        )
-        heads, dim = query.shape[1:]
-        kv_heads, size = cache.shape[1:3]
-        starts, lengths = step.query_start_loc.tolist(), step.seq_lens.tolist()
-        tails, slots = step.tail_lens.tolist(), step.slots.tolist()
-        by_head = cache.transpose(0, 1)
-        for r, (first, last) in enumerate(pairwise(starts)):
-            q, length, slot = last - first, lengths[r], slots[r]
-            if q == 0:
-                continue
-            # blocks before the first row's window may be another request's by now
-            skipped = max(0, length - q - self.window + 1) // size if self.window else 0
-            blocks = step.block_table[r, skipped : -(-length // size)].long()
-            length -= skipped * size
-            # [Hkv, L, 2d]
-            kv = by_head[:, blocks].flatten(1, 2)[:, :length].to(math)
-            keys = kv[..., :dim] * (
-                factor if self.k_scale is None else factor * self.k_scale.to(math)
-            )
-            values = (
-                kv[..., dim:] if self.v_scale is None else kv[..., dim:] * self.v_scale.to(math)
-            )
-            tail = tails[r] if slot >= 0 else 0
-            depths = None if step.depths is None else step.depths[slot]
-            seen = visible_rows(q, length, tail, step.ancestor_bits[slot], self.window, depths)
-            for low in range(0, q, _ROW_CHUNK):
-                high = min(low + _ROW_CHUNK, q)
-                # [Hkv, rows * group, d]: the heads that share a key head are extra rows
-                rows = query[first + low : first + high].to(math)
-                packed = rows.view(high - low, kv_heads, -1, dim).transpose(0, 1).flatten(1, 2)
-                scores = packed @ keys.transpose(1, 2)
-                if self.softcap > 0:
-                    scores = self.softcap * torch.tanh(scores / self.softcap)
-                grouped = scores.view(kv_heads, high - low, -1, length)
-                grouped.masked_fill_(~seen[low:high, None], float("-inf"))
-                if self.sinks is not None:
-                    sink = self.sinks.to(math).view(kv_heads, 1, -1, 1)
-                    grouped = torch.cat([grouped, sink.expand(*grouped.shape[:3], 1)], 3)
-                mixed = grouped.softmax(-1)[..., :length].flatten(1, 2) @ values
-                mixed = mixed.view(kv_heads, high - low, -1, dim).transpose(0, 1)
-                out[first + low : first + high] = mixed.reshape(-1, heads, dim).to(out.dtype)
 
     def triton(self, step: AttentionStep, query: Tensor, out: Tensor) -> None:
         """Launch the Triton kernel; plan first if the step has no workspaces."""
@@ -280,5 +222,5 @@ class AttentionLayer:
         )
 
     def cpu(self, step: AttentionStep, query: Tensor, out: Tensor) -> None:
-        """Run `cpu.attention`, for the dtypes it supports."""
-        load(_CPU, "tree_attention_cpu")(self, step, query, out)
+        """Run `cpu.attention`; TypeError for dtypes that it does not support."""
+        load("bastion_kernels.cpu.attention", "tree_attention_cpu")(self, step, query, out)

@@ -20,7 +20,7 @@ from bastion_kernels.cpu import library
 if TYPE_CHECKING:
     from bastion_kernels.attention import tree_attention as attention
 
-__all__ = ["FORMATS", "AttentionLayer", "AttentionStep", "serves", "tree_attention_cpu"]
+__all__ = ["FORMATS", "AttentionLayer", "AttentionStep", "tree_attention_cpu"]
 
 # `Format` of csrc/vectors.h: first the dtypes of queries and caches, then those of caches only. The
 # kernel reads a float8 as a float16 of 1/factor of its value.
@@ -41,11 +41,6 @@ StepArgs = library.struct(
 )
 
 RowsArgs = library.struct("RowsArgs", "threads *query query_row query_head *out out_row out_head")
-
-
-def serves(query: torch.dtype, cache: torch.dtype) -> bool:
-    """Whether the kernel supports queries and a cache of these dtypes and can be compiled here."""
-    return query in FORMATS and (cache == query or cache in _FLOAT8) and library.problem() is None
 
 
 @lru_cache
@@ -143,11 +138,13 @@ class AttentionLayer:
 def tree_attention_cpu(
     layer: attention.AttentionLayer, step: attention.AttentionStep, query: Tensor, out: Tensor
 ) -> None:
-    """See `bastion_kernels.AttentionLayer`. Dtypes as in `serves`.
+    """See `bastion_kernels.AttentionLayer`; the queries' dtype is one of `FORMATS`.
 
     The result of a row in a tail, or in a causal run of at most 64 rows, depends only on its path,
     bit for bit, not on the rest of the tree.
     """
+    if query.dtype not in FORMATS:
+        raise TypeError(f"tree_attention: a CPU has no kernel for {query.dtype} queries")
     k_scale, v_scale = (1.0 if x is None else float(x) for x in (layer.k_scale, layer.v_scale))
     prepared = AttentionLayer(
         layer.kv_cache, query.shape[1], layer.scale, dtype=query.dtype, softcap=layer.softcap,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -20,11 +19,8 @@ from bastion_kernels.cpu import library
 from bastion_kernels.cpu.attention import FORMATS
 from bastion_kernels.gated_delta.recurrence import GatedDeltaCommit
 from bastion_kernels.gated_delta.short_conv import ShortConvCommit
-from bastion_kernels.gated_delta.states import LayerStates
 
-__all__ = [
-    "GatedDeltaLayer", "GatedDeltaStep", "gated_delta_commit", "serves", "short_conv_commit",
-]  # fmt: skip
+__all__ = ["GatedDeltaLayer", "GatedDeltaStep", "gated_delta_commit", "short_conv_commit"]
 
 _Numbers = library.struct("Numbers", "*data format")
 
@@ -71,12 +67,6 @@ _ConvCommitArgs = library.struct(
 
 def _numbers(tensor: Tensor) -> ctypes.Structure:
     return _Numbers(tensor.data_ptr(), FORMATS[tensor.dtype])
-
-
-@lru_cache
-def serves(*dtypes: torch.dtype) -> bool:
-    """Whether the kernels support these dtypes and can be compiled here."""
-    return all(dtype in FORMATS for dtype in dtypes) and library.problem() is None
 
 
 class GatedDeltaStep:
@@ -181,15 +171,8 @@ def _commits(op: GatedDeltaCommit | ShortConvCommit) -> Iterator[ctypes.Structur
         )  # fmt: skip
 
 
-def _has(states: LayerStates, *tensors: Tensor) -> bool:
-    return serves(states.first.dtype, *(tensor.dtype for tensor in tensors))
-
-
 def gated_delta_commit(op: GatedDeltaCommit) -> None:
     """One unit of work per request, layer and head."""
-    if not _has(op.states, op.key):
-        op.reference()
-        return
     first = op.states.first
     for paths in _commits(op):
         args = _DeltaCommitArgs(
@@ -202,9 +185,6 @@ def gated_delta_commit(op: GatedDeltaCommit) -> None:
 
 def short_conv_commit(op: ShortConvCommit) -> None:
     """One unit of work per request and layer."""
-    if not _has(op.states, op.x):
-        op.reference()
-        return
     first = op.states.first
     for paths in _commits(op):
         args = _ConvCommitArgs(

@@ -25,12 +25,7 @@ the M candidates.
 
 from __future__ import annotations
 
-import ctypes
-import heapq
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,64 +35,6 @@ from bastion_kernels.draft.best_first_kernel import expand_kernel
 from bastion_kernels.draft.lattice import ReadsLattice
 from bastion_kernels.op import public
 from bastion_kernels.triton_or_none import triton
-
-_Child = tuple[float, int, int]  # log q, token, row of its own children
-_Node = tuple[int, int, int, float]  # token, parent, depth, log rho
-_UNUSED: _Node = (0, -1, 0, -math.inf)
-_COPY = 1 << 16  # added to the row of a node on the copy
-
-
-def _expand_one(
-    children: Callable[[int, int], list[_Child]], limit: int, root: int = 0
-) -> tuple[list[_Node], list[int]]:
-    """The `limit` best nodes of one lattice, by a heap, and the row of each node's children.
-
-    children: from a parent's depth (the root's is 0) and its row to its possible children, best
-        first. root: the root's row.
-    """
-    nodes: list[_Node] = [(0, -1, 0, 0.0)]  # the root, dropped at the end
-    rows = [root]
-    heap: list[tuple[float, int, int]] = []  # -log rho, parent, rank: ties to the lower parent
-
-    def push(parent: int, rank: int) -> None:
-        _, _, depth, log_rho = nodes[parent]
-        row = children(depth, rows[parent])
-        if rank < len(row):
-            cost = ctypes.c_float(-log_rho - min(row[rank][0], 0.0)).value
-            if cost < math.inf:  # neither impossible nor NaN
-                heapq.heappush(heap, (cost, parent, rank))
-
-    push(0, 0)
-    while heap and len(nodes) <= limit:
-        cost, parent, rank = heapq.heappop(heap)
-        depth = nodes[parent][2]
-        _, token, row = children(depth, rows[parent])[rank]
-        nodes.append((token, parent, depth + 1, 0.0 - cost))
-        rows.append(row)
-        push(len(nodes) - 1, 0)
-        push(parent, rank + 1)
-    return nodes[1:], rows[1:]
-
-
-def _store_nodes(nodes: list[_Node], num_nodes: Tensor, *rows: Tensor) -> None:
-    """Write one request's tree: its size [], and tokens, parents, depths, log rho [N]."""
-    num_nodes.fill_(len(nodes))
-    columns = zip(*nodes, *[_UNUSED] * (len(rows[0]) - len(nodes)), strict=True)
-    for row, column in zip(rows, columns, strict=True):
-        row.copy_(torch.tensor(column, dtype=row.dtype))
-
-
-def _ranked(logprobs: list[float], tokens: list[int], rows: list[int]) -> list[_Child]:
-    """A row's candidates in their order; NaN comes last."""
-    order = sorted(
-        range(len(tokens)),
-        key=lambda i: -min(logprobs[i], 0.0) if logprobs[i] == logprobs[i] else math.inf,
-    )
-    return [(logprobs[i], tokens[i], rows[i]) for i in order]
-
-
-def _children(levels: list[list[list[_Child]]], top_k: int, depth: int, row: int) -> list[_Child]:
-    return levels[depth][row][:top_k] if row >= 0 and depth < len(levels) else []
 
 
 @dataclass(frozen=True)
@@ -184,66 +121,6 @@ class ExpandBestFirst(ReadsLattice):
                 f"{self.name}: N <= 4096, D and M <= 255, top_k >= 1, got {limit}, {depth}, "
                 f"{width}, {self.top_k}"
             )
-
-    def reference(self) -> None:
-        """Algorithm 1 with a heap of first children and next siblings."""
-        width, in_order = self.candidates.shape[2], self.stateless
-        for r, slot in enumerate(self.slots.tolist()):
-            if slot < 0:
-                continue
-            own = torch.zeros(width) if in_order else torch.arange(width)
-            own = own.int().expand_as(self.logprobs[r])
-            levels = [
-                [
-                    [*zip(logprobs, tokens, rows, strict=True)]
-                    if in_order
-                    else _ranked(logprobs, tokens, rows)
-                    for logprobs, rows in zip(*of_depth, strict=True)
-                ]
-                for *of_depth, tokens in zip(
-                    self.logprobs[r].tolist(),
-                    own.tolist(),
-                    self.candidates[r].tolist(),
-                    strict=True,
-                )
-            ]
-            children, limit = partial(_children, levels, self.top_k), self.out_tokens.shape[1]
-            if self.copies is None:
-                nodes, _ = _expand_one(children, limit)
-            else:
-                nodes = self._with_copy(r, slot, children, limit)
-            out = (self.out_tokens[r], self.parents[slot], self.depths[slot], self.log_rho[slot])
-            _store_nodes(nodes, self.num_nodes[slot], *out)
-            if self.log_kappa is not None:
-                self.log_rho[slot] += self.log_kappa[slot]
-
-    def _with_copy(
-        self, r: int, slot: int, off_copy: Callable[[int, int], list[_Child]], limit: int
-    ) -> list[_Node]:
-        """The nodes of a request that has a copy, and their sources."""
-        copies, width = self.copies, self.candidates.shape[2]
-        assert copies is not None
-        copied, places = copies.tokens[r].tolist(), copies.places[r].tolist()
-        own = self.candidates[r].tolist()
-
-        def children(depth: int, row: int) -> list[_Child]:
-            if row < _COPY - 1:
-                return off_copy(depth, row)
-            if depth == len(copied):
-                return []
-            tokens = [*(own[depth] if depth < len(own) else [0] * width), copied[depth]]
-            rows = [0 if self.stateless else c for c in range(width)] if depth < len(own) else []
-            rows += [-1] * (width + 1 - len(rows))
-            rows[places[depth]] += _COPY
-            ranked = _ranked(copies.rows[r, depth].tolist(), tokens, rows)
-            return ranked[: self.top_k]
-
-        nodes, rows = _expand_one(children, limit, _COPY if places[0] >= 0 else 0)
-        both = [3 if places[depth - 1] < width else 2 for _, _, depth, _ in nodes]
-        sources = [one if row >= _COPY - 1 else 1 for row, one in zip(rows, both, strict=True)]
-        copies.sources[slot] = 0
-        copies.sources[slot, : len(nodes)] = torch.tensor(sources, dtype=torch.int32)
-        return nodes
 
     def triton(self) -> None:
         """One warp per request, one node per round."""

@@ -27,14 +27,12 @@ No compile-time argument depends on R, so all batch sizes share one compiled ker
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bastion_kernels.draft.node_ranks import rank_constants, ranks, sorted_nodes
+from bastion_kernels.draft.node_ranks import rank_constants, ranks
 from bastion_kernels.op import Op, public
 from bastion_kernels.triton_or_none import tl, triton
 
@@ -230,28 +228,6 @@ class ChooseBudget(_ReadsScores):
         if self.promised is not None:
             self.expect("promised", (self.log_rho.shape[0],), torch.float32)
 
-    def reference(self) -> None:
-        """Sort all nodes and evaluate S for every n."""
-        cost, base = self.cost_ms.tolist(), int(self.base_rows)
-        active = [slot for slot in self.slots.tolist() if slot >= 0]
-        nodes = sorted_nodes(self.log_rho, self.slots, self.limits, torch.finfo(torch.float32).min)
-        gains = [int(math.exp(-cost) * _UNIT) for cost, _, _ in nodes]
-        best_n, best, total = 0, 0.0, len(active) * _UNIT
-        for n in range(min(len(nodes) + 1, len(cost) - base)):
-            if n > 0:
-                total += gains[n - 1]
-            speed = total / cost[base + n]
-            if speed > best:
-                best_n, best = n, speed
-        counts, sums = Counter[int](), Counter[int]()
-        for (_, _, slot), gain in zip(nodes[:best_n], gains):
-            counts[slot] += 1
-            sums[slot] += gain
-        for slot in active:
-            self.num_verify[slot] = counts[slot]
-            if self.promised is not None:
-                self.promised[slot] = sums[slot] / _UNIT
-
     def triton(self) -> None:
         """Rank all nodes, then search for n."""
         reqs, (num_slots, limit) = self.slots.shape[0], self.log_rho.shape
@@ -340,20 +316,6 @@ class TakeBest(_ReadsScores):
                 raise ValueError(f"{self.name}: {name} must have room for {reqs + 1}, got {room}")
         if self.total < 0:
             raise ValueError(f"{self.name}: total must be at least 0, got {self.total}")
-
-    def reference(self) -> None:
-        """Sort all columns and count."""
-        nodes = sorted_nodes(self.log_rho, self.slots, self.limits, -math.inf)
-        counts = Counter(slot for _, _, slot in nodes[: self.total])
-        self.logits_start[0] = self.rows_start[0] = 0
-        for row, slot in enumerate(self.slots.tolist()):
-            active = slot >= 0
-            self.logits_start[row + 1] = self.logits_start[row] + (
-                1 + counts[slot] if active else 0
-            )
-            self.rows_start[row + 1] = self.rows_start[row] + (
-                int(self.rest[slot]) + counts[slot] if active else 0
-            )
 
     def triton(self) -> None:
         reqs, (num_slots, limit) = self.slots.shape[0], self.log_rho.shape

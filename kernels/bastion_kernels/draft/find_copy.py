@@ -111,31 +111,6 @@ class FindCopy(Op):
         if self.history.stride(1) != 1:
             raise ValueError(f"{self.name}: the tokens of a request must be consecutive")
 
-    def reference(self) -> None:
-        """Compare every position with the end."""
-        for slot in self.slots.tolist():
-            if slot < 0:
-                continue
-            text = self.history[slot, : int(self.lengths[slot])].tolist()
-            start, match, then = self.last[slot].tolist()
-            if match:
-                for ahead, (copied, emitted) in enumerate(
-                    zip(text[start:], text[then : then + LONGEST])
-                ):
-                    length = min(match + ahead, LONGEST)
-                    self.counts[0, length] += 1
-                    if copied != emitted:
-                        break
-                    self.counts[1, length] += 1
-            best = 0
-            for place in range(SHORTEST, len(text)):
-                match = 0
-                while match < min(place, LONGEST) and text[place - 1 - match] == text[-1 - match]:
-                    match += 1
-                if match >= SHORTEST:
-                    best = max(best, match << 32 | place)
-            self.found[slot] = best
-
     def triton(self) -> None:
         reqs, most = self.slots.shape[0], self.history.shape[1]
         if reqs:

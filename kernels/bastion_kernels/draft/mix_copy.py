@@ -218,40 +218,6 @@ class MixCopy(ReadsLattice):
         if length < depth:
             raise ValueError(f"{self.name}: L must be at least D = {depth}, got {length}")
 
-    def reference(self) -> None:
-        """Depth by depth, in double precision."""
-        _, depths, width = self.candidates.shape
-        chances = copy_chances(self.counts, self.priors.double())
-        for r, slot in enumerate(self.slots.tolist()):
-            if slot < 0:
-                continue
-            match, start = int(self.found[slot]) >> 32, int(self.found[slot]) & 0xFFFFFFFF
-            text = self.history[slot, : int(self.lengths[slot])].tolist()
-            self.found[slot] = 0
-            self.last[slot] = torch.tensor([start, match, len(text)])
-            self.tokens[r], self.places[r] = -1, -1
-            state, path, promised = 0, 1.0, 0.0
-            for depth in range(self.tokens.shape[1] if match else 0):
-                text.append(text[start + depth])
-                chance = float(chances[min(match + depth, LONGEST)])
-                path *= chance
-                promised += path
-                mixed, here = torch.zeros(width + 1, dtype=torch.float64), width
-                if depth < depths:
-                    tokens = self.candidates[r, depth].tolist()
-                    here = tokens.index(text[-1]) if text[-1] in tokens else width
-                    if state >= 0:
-                        own = self.logprobs[r, depth, state].double().clamp(max=0.0).exp()
-                        mixed[:width] = (1.0 - chance) * own.nan_to_num(0.0)
-                mixed[here] += chance
-                self.tokens[r, depth], self.places[r, depth] = text[-1], here
-                self.copy_rows[r, depth] = mixed.log()
-                if not self.stateless:
-                    state = here if here < width else -1
-            self.promised[slot] = promised
-        full = self.counts[0] > _MOST_TRIALS
-        self.counts[:, full] = self.counts[:, full] // 2
-
     def triton(self) -> None:
         reqs, _, width = self.candidates.shape
         if reqs == 0:

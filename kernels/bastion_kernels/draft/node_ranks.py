@@ -9,23 +9,9 @@ log2(N) loads; several requests are searched in parallel to overlap the chains.
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from bastion_kernels.triton_or_none import tl, triton
 
-__all__ = ["rank_constants", "ranks", "sorted_nodes"]
-
-
-def sorted_nodes(
-    log_rho: Tensor, slots: Tensor, limits: Tensor, floor: float
-) -> list[tuple[float, int, int]]:
-    """(-log rho, row, slot) of all nodes of at least `floor`: best first, ties to the lower row."""
-    nodes = []
-    for r, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            scores = log_rho[slot, : max(int(limits[slot]), 0)].tolist()
-            nodes += [(-score, r, slot) for score in scores if score >= floor]
-    return sorted(nodes)
+__all__ = ["rank_constants", "ranks"]
 
 
 @triton.jit

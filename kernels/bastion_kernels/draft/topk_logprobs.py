@@ -32,10 +32,8 @@ from torch import Tensor
 
 from bastion_kernels.checks import FLOATS
 from bastion_kernels.draft.topk_merge import (
-    MAX_TOKEN,
     NO_KEY,
     check_k,
-    merge_topk,
     shift_of,
     unorder,
 )
@@ -252,26 +250,11 @@ class TopkPartial(Op):
         self.expect("out_mass", (self.logits.shape[0],), torch.float32)
         check_k(self.name, self.k)
 
-    def reference(self) -> None:
-        """Keys of the `k` best of one vocabulary slice."""
-        values = self.logits.float()
-        # -0.0 becomes 0.0: equal logits must have equal keys
-        bits = (torch.where(values.isnan(), -torch.inf, values) + 0.0).view(torch.int32)
-        ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-        vocab = self.logits.shape[1]
-        token = self.vocab_start + torch.arange(vocab, device=self.logits.device)
-        keys = (ordered << 32) | (MAX_TOKEN - token)
-        best = keys.topk(min(self.k, vocab), dim=1).values
-        self.out_keys.fill_(NO_KEY)
-        self.out_keys[:, : best.shape[1]] = best
-        largest = values.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
-        self.out_mass.copy_((values - largest).logsumexp(1))
-
     def triton(self) -> None:
         _pop(self.logits, self.k, self.vocab_start, partial=(self.out_keys, self.out_mass))
 
 
-topk_partial = public(TopkPartial)
+topk_partial = public(TopkPartial, cpu="bastion_kernels.cpu.topk")
 
 
 @dataclass(slots=True)
@@ -301,14 +284,6 @@ class TopkLogprobs(Op):
             )
         self.expect("out_tokens", (rows, self.k), torch.int32)
         self.expect("out_logprobs", (rows, self.k), torch.float32)
-
-    def reference(self) -> None:
-        """The whole vocabulary as one slice."""
-        rows, device = self.logits.shape[0], self.logits.device
-        keys = torch.empty((rows, 1, self.k), dtype=torch.int64, device=device)
-        mass = torch.empty((rows, 1), dtype=torch.float32, device=device)
-        topk_partial.reference(self.logits, self.k, 0, keys[:, 0], mass[:, 0])
-        merge_topk.reference(keys, mass, self.out_tokens, self.out_logprobs)
 
     def triton(self) -> None:
         _pop(self.logits, self.k, 0, final=(self.out_tokens, self.out_logprobs))

@@ -21,12 +21,6 @@ NO_KEY = -(2**63)  # below every real key
 _MAX_K = 1024  # one round each
 
 
-def _value(keys: Tensor) -> Tensor:
-    """The fp32 logit of every key."""
-    ordered = (keys >> 32).int()
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
-
-
 @triton.jit
 def unorder(b_order):
     """The inverse of `_order`."""
@@ -106,14 +100,6 @@ class MergeTopk(Op):
         self.expect("out_logprobs", (rows, k), torch.float32)
         check_k(self.name, k)
 
-    def reference(self) -> None:
-        """The best of several slices' keys, normalised."""
-        best = self.keys.flatten(1).topk(self.out_tokens.shape[1], dim=1).values
-        largest = _value(best[:, :1])
-        total = (_value(self.keys[:, :, 0]) - largest + self.mass).logsumexp(1, keepdim=True)
-        self.out_tokens.copy_(MAX_TOKEN - (best & MAX_TOKEN))
-        self.out_logprobs.copy_(_value(best) - largest - total)
-
     def triton(self) -> None:
         rows, parts, _ = self.keys.shape
         _merge_kernel[(rows,)](
@@ -134,4 +120,4 @@ class MergeTopk(Op):
         )
 
 
-merge_topk = public(MergeTopk)
+merge_topk = public(MergeTopk, cpu="bastion_kernels.cpu.topk")

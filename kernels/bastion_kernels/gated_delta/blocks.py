@@ -42,18 +42,6 @@ class StateBlocks:
         """The column of the state after `tokens` tokens in blocks with a size; -1 = none."""
         return (tokens + self.block_size - 1) // self.block_size - 1
 
-    def after(self, tokens: Tensor) -> list[Tensor]:
-        """The block of each request's state after `tokens` [R] tokens, by group: [R] int32."""
-        reqs = len(tokens)
-        if not self.block_size:
-            return [table[:reqs, 0] for table in self.tables]
-        columns = self.column_after(tokens)
-        # a dummy batch can have any number of tokens
-        return [
-            table[:reqs].gather(1, columns.clamp(0, table.shape[1] - 1).long()[:, None])[:, 0]
-            for table in self.tables
-        ]
-
 
 @triton.jit
 def _block_after(layout, i_g, b_request, b_tokens, m_wanted, BLOCK_SIZE: tl.constexpr):
@@ -183,19 +171,6 @@ class FindStates(Op):
         if self.starts.shape[0] <= reqs:
             raise ValueError(f"{self.name}: {reqs} requests do not fit starts")
 
-    def reference(self) -> None:
-        reqs = self.seq_lens.shape[0]
-        rows = self.query_start_loc.diff()
-        torch.sub(self.seq_lens, rows, out=self.computed[:reqs])
-        if self.decodes is not None:
-            rows = rows * self.decodes
-        self.starts[0] = 0
-        ends = torch.cumsum(rows, 0, dtype=torch.int32, out=self.starts[1 : reqs + 1])
-        skipped = (rows <= 0) | (ends > self.max_rows)
-        blocks = self.blocks.after(self.computed[:reqs])
-        for into, block in zip(self.state_rows, blocks, strict=True):
-            into[:reqs] = block.masked_fill(skipped, -1)
-
     def triton(self) -> None:
         reqs = self.seq_lens.shape[0]
         if reqs == 0:
@@ -216,7 +191,7 @@ class FindStates(Op):
         )
 
 
-find_states = public(FindStates)
+find_states = public(FindStates, cpu="bastion_kernels.cpu.state_blocks")
 
 
 @dataclass(slots=True)
@@ -244,18 +219,6 @@ class FindCommits(Op):
         if not self.blocks.block_size:
             raise ValueError(f"{self.name}: a request with one state writes where it reads")
 
-    def reference(self) -> None:
-        size = self.blocks.block_size
-        torch.sum((self.path >= 0).cumprod(1), 1, dtype=torch.int32, out=self.lengths[0])
-        end = self.computed + self.lengths[0]
-        block_end = end // size * size
-        inside = (block_end > self.computed) & (block_end < end)
-        self.lengths[1] = (block_end - self.computed).clamp(min=0)
-        ends = zip(self.blocks.after(end), self.blocks.after(block_end), strict=True)
-        for group, (last, inner) in enumerate(ends):
-            self.into_rows[0, group] = last
-            self.into_rows[1, group] = inner.masked_fill(~inside, -1)
-
     def triton(self) -> None:
         reqs, width = self.path.shape
         if reqs == 0:
@@ -278,4 +241,4 @@ class FindCommits(Op):
         )
 
 
-find_commits = public(FindCommits)
+find_commits = public(FindCommits, cpu="bastion_kernels.cpu.state_blocks")

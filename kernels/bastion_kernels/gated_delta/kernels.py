@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from bastion_kernels.attention.kernels import bits_from
+from bastion_kernels.attention.tile import bits_from
 from bastion_kernels.gated_delta.states import path_length
 from bastion_kernels.triton_or_none import tl, triton
 

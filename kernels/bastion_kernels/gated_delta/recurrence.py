@@ -25,14 +25,12 @@ the end of a block inside it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from bastion_kernels.attention.mask import visible_rows
 from bastion_kernels.gated_delta.kernels import gated_delta_commit_kernel, gated_delta_tree_kernel
-from bastion_kernels.gated_delta.states import LayerStates, accepted_rows, check_commits
+from bastion_kernels.gated_delta.states import LayerStates, check_commits
 from bastion_kernels.op import Op, public
 from bastion_kernels.triton_or_none import triton
 
@@ -96,35 +94,6 @@ class GatedDeltaTree(Op):
                 raise ValueError(
                     f"{self.name}: {name} must be contiguous with at least {rows} rows"
                 )
-
-    def reference(self) -> None:
-        """One triangular solve per request, in fp32."""
-        group = self.value.shape[1] // self.key.shape[1]
-        state_rows, tails = self.state_rows.tolist(), self.tail_lens.tolist()
-        slots = self.slots.tolist()
-        for r, (first, last) in enumerate(pairwise(self.query_start_loc.tolist())):
-            if first == last or state_rows[r] < 0:
-                continue
-            tail = tails[r] if slots[r] >= 0 else 0
-            seen = visible_rows(last - first, last - first, tail, self.ancestor_bits[slots[r]])
-            step = slice(first, last)
-            # [H, n, K] of every value head
-            q, k = (
-                x[step].float().repeat_interleave(group, 1).transpose(0, 1)
-                for x in (self.query, self.key)
-            )
-            v, b = self.value[step].float().transpose(0, 1), self.beta[step].float().T[..., None]
-            decay = self.gate[step].double().T @ seen.double().T  # [H, n]
-            between = (decay[:, :, None] - decay[:, None]).masked_fill(~seen, -torch.inf)
-            between = between.float().exp()
-            carried = self.state[state_rows[r]].float()  # [H, K, V]
-            own = decay.float().exp()[..., None]
-            system = (k @ k.mT * between * b).tril(-1)
-            right = b * (v - own * (k @ carried))
-            update = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-            mixed = own * (q @ carried) + (q @ k.mT * between) @ update
-            self.out[step] = (self.scale * mixed).transpose(0, 1).to(self.out.dtype)
-            self.updates[step], self.decays[step] = update.transpose(0, 1), decay.T
 
     def triton(self) -> None:
         """Blocks of rows in order; heads and value columns in parallel."""
@@ -213,17 +182,6 @@ class GatedDeltaCommit(Op):
         self.expect("updates", (layers, None, heads, width), torch.float32)
         self.expect("decays", (layers, None, heads), torch.float64)
         check_commits(self)
-
-    def reference(self) -> None:
-        """Request by request, in fp32."""
-        group = self.updates.shape[2] // self.key.shape[2]
-        for layer, state, into, rows in accepted_rows(self):
-            decay = self.decays[layer, rows]  # [n, H]
-            weight = (decay[-1] - decay).float().exp()[..., None]
-            k = self.key[layer, rows].float().repeat_interleave(group, 1) * weight
-            moved = torch.einsum("nhk,nhv->hkv", k, self.updates[layer, rows])
-            carried = state.float() * decay[-1].float().exp()[:, None, None]
-            into.copy_(carried + moved)
 
     def triton(self) -> None:
         """One matrix product per block of accepted rows."""

@@ -13,14 +13,12 @@ keeps the last W - 1 inputs of the accepted text.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from bastion_kernels.gated_delta.states import (
     LayerStates,
-    accepted_rows,
     check_commits,
     path_length,
 )
@@ -139,31 +137,6 @@ class ShortConvTree(Op):
         self.expect("x", (rows, channels), self.x.dtype)
         self.expect("parents", (None, None), torch.int32)
         self.expect("out", (rows, channels), self.out.dtype)
-
-    def reference(self) -> None:
-        """One gather of the rows above each row."""
-        taps = self.weight.shape[1]
-        state_rows, tails = self.state_rows.tolist(), self.tail_lens.tolist()
-        slots = self.slots.tolist()
-        for r, (first, last) in enumerate(pairwise(self.query_start_loc.tolist())):
-            if first == last or state_rows[r] < 0:
-                continue
-            # inputs are the state's columns, then the step: its row i is at taps - 1 + i
-            above = torch.arange(taps - 2, taps - 2 + last - first, device=self.x.device)
-            tail = tails[r] if slots[r] >= 0 else 0
-            if tail > 1:
-                root = last - first - tail
-                above[root + 1 :] = (
-                    taps - 1 + root + self.parents[slots[r], : tail - 1].clamp(min=0)
-                )
-            above = torch.cat([torch.arange(-1, taps - 2, device=self.x.device), above])
-            inputs = torch.cat([self.state[state_rows[r]].float().T, self.x[first:last].float()])
-            row = torch.arange(taps - 1, taps - 1 + last - first, device=self.x.device)
-            total = torch.zeros_like(inputs[taps - 1 :])
-            for tap in range(taps - 1, -1, -1):
-                total += inputs[row] * self.weight[:, tap].float()
-                row = above[row]
-            self.out[first:last] = torch.nn.functional.silu(total).to(self.out.dtype)
 
     def triton(self) -> None:
         channels, taps = self.weight.shape
@@ -285,11 +258,6 @@ class ShortConvCommit(Op):
     def check(self) -> None:
         self.expect("x", (len(self.states.states), None, self.states.first.shape[1]), self.x.dtype)
         check_commits(self)
-
-    def reference(self) -> None:
-        for layer, state, into, rows in accepted_rows(self):
-            inputs = torch.cat([state.T, self.x[layer, rows].to(state.dtype)])
-            into.copy_(inputs[-state.shape[1] :].T)
 
     def triton(self) -> None:
         _, channels, kept = self.states.first.shape

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from bastion_kernels.triton_or_none import tl, triton
 
-__all__ = ["LayerStates", "accepted_rows", "check_commits", "path_length"]
+__all__ = ["LayerStates", "check_commits", "path_length"]
 
 _ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -67,27 +66,3 @@ def check_commits(op: Any) -> None:
     op.expect("path", (reqs, None), torch.int32)
     if op.lengths is not None:
         op.expect("lengths", (commits, reqs), torch.int32)
-
-
-def accepted_rows(op: Any) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """For every commit, layer and request of a commit op: layer, states read and written, rows.
-
-    The rows are the accepted ones: those before the root, the root and the nodes of the path.
-    """
-    starts, logits = op.query_start_loc.tolist(), op.cu_num_logits.tolist()
-    states, path, lengths = op.states, op.path, op.lengths
-    from_rows = op.state_rows.tolist()
-    for commit, to_rows in enumerate(op.into_rows.tolist()):
-        rows: list[Tensor] = []
-        for r, (first, last) in enumerate(pairwise(starts)):
-            tail = logits[r + 1] - logits[r]
-            nodes = path[r] if lengths is None else path[r, : int(lengths[commit, r])]
-            nodes = nodes[((nodes >= 0) & (nodes < tail)).long().cumprod(0).bool()]
-            # a request without a state may have a tail but no rows
-            root = max(first, last - tail)
-            before = torch.arange(first, root if len(nodes) else first, device=path.device)
-            rows.append(torch.cat([before, root + nodes.long()]))
-        for layer, (state, group) in enumerate(zip(states.states, states.groups, strict=True)):
-            for own, into, accepted in zip(from_rows[group], to_rows[group], rows, strict=False):
-                if own >= 0 and into >= 0 and len(accepted):
-                    yield layer, state[own], state[into], accepted

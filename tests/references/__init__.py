@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ops compute, in plain PyTorch or Python on any device: slow, obvious, without checks.
+
+The ops' tests compare every version with these, or both with another truth. The rehearsal computes
+with them, and the benchmarks check with them.
+"""
+
+from tests.references.accept import accept_path, compact_caches, count_sources, gather_rows
+from tests.references.attention import ancestor_bits, tree_attention, tree_positions
+from tests.references.best_first import expand_best_first
+from tests.references.budget import choose_budget, take_best
+from tests.references.declare import OF
+from tests.references.gated_delta import (
+    gated_delta_commit,
+    gated_delta_tree,
+    short_conv_commit,
+    short_conv_tree,
+)
+from tests.references.history import ancestor_tokens, mask_bad_words, penalise_ancestors
+from tests.references.lookup import find_copy, mix_copy
+from tests.references.rows import bind_slots, bind_tails, context_rows
+from tests.references.state_blocks import find_commits, find_states
+from tests.references.topk import merge_topk, topk_logprobs, topk_partial
+
+__all__ = [
+    "OF",
+    "accept_path",
+    "ancestor_bits",
+    "ancestor_tokens",
+    "bind_slots",
+    "bind_tails",
+    "choose_budget",
+    "compact_caches",
+    "context_rows",
+    "count_sources",
+    "expand_best_first",
+    "find_commits",
+    "find_copy",
+    "find_states",
+    "gated_delta_commit",
+    "gated_delta_tree",
+    "gather_rows",
+    "mask_bad_words",
+    "merge_topk",
+    "mix_copy",
+    "penalise_ancestors",
+    "short_conv_commit",
+    "short_conv_tree",
+    "take_best",
+    "topk_logprobs",
+    "topk_partial",
+    "tree_attention",
+    "tree_positions",
+]
