@@ -75,7 +75,7 @@ def test_measured_costs_are_read() -> None:
     shortest = min((context, ms) for rows, context, ms, _ in given["samples"] if rows == 512)
     assert table.forward_ms(1, 0.0)[512] == pytest.approx(shortest[1], rel=0.05)
     costs = [table.tree_step_ms(reqs, 2048.0)[64] for reqs in (1, 4, 16)]
-    assert costs == sorted(costs) and costs[0] > table.tree_step_ms(1, 0.0)[64]
+    assert all(ms > table.tree_step_ms(1, 0.0)[64] for ms in costs)
     assert (np.diff(table.tree_step_ms(4, 1000.0)) >= 0).all()
 
 

@@ -72,7 +72,7 @@ def test_adaptive_budgets_shrink_and_grow_with_the_cost(corpus):
     assert result.mean_nodes < 0.2 and result.ms < 1.1 * plain.ms
     flat = StepCostTable.linear(5.0, 0.0, max_rows=300)
     grown = simulate(corpus, Gated(corpus, flat), Truth(flat))
-    assert grown.mean_nodes == 256
+    assert grown.mean_nodes > 0.95 * 256
 
 
 def test_adaptive_is_near_the_best_fixed_budget_of_each_domain(corpus):
