@@ -77,7 +77,7 @@ class Steps:
             np.zeros(0), np.zeros(0), np.zeros(len(order) + 1, dtype=np.int32)
         )
         on_device = torch.tensor([self.names[name] for name in order])
-        ends, starts, total, *_ = self.manager.reallocate_drafts(order, on_device)
+        ends, _, total, *_ = self.manager.reallocate_drafts(order, on_device)
         assert rows == len(order) + sum(prompts) + total
         assert int(ends[-1]) == len(order) + total
         output: Any = SimpleNamespace(get_output=lambda: SimpleNamespace())
@@ -192,17 +192,15 @@ def test_a_fixed_budget_cuts_every_tree() -> None:
 
 
 def test_a_prompts_time_is_no_reason_for_larger_trees() -> None:
-    alone, beside = Steps([0, 1], lagged=False), Steps([0, 1], lagged=False)
-    alone.draft(0)
-    beside.draft(0)
-    got = beside.verify([NODES] * 2, prompts=[0, 0])
-    assert got == alone.verify([NODES] * 2)
-    steps = Steps([0, 1, 2], lagged=False)
-    steps.draft(0)
-    with_prompt = steps.verify([NODES, NODES, 0], prompts=[0, 0, 90])
-    assert with_prompt["r2"] == 0
-    best = choose_budget(steps.rho()[:2], [NODES] * 2, costs(3), 3)
-    assert sum(with_prompt.values()) == pytest.approx(best.num_nodes, abs=1)
+    """With linear costs as many nodes as without the prompt's rows, which cost in any case."""
+    sizes = []
+    for prompt in (0, 90):
+        steps = Steps([0, 1, 2], lagged=False)
+        steps.draft(0)
+        got = steps.verify([NODES, NODES, 0], prompts=[0, 0, prompt])
+        assert got["r2"] == 0
+        sizes.append(sum(got.values()))
+    assert sizes[0] == sizes[1] > 0
 
 
 def test_the_gates_time_corrects_the_constant_part() -> None:

@@ -227,6 +227,3 @@ def test_the_worker_closes_the_gaps() -> None:
     assert torch.equal(trees.bits[1], expected[1]) and expected[1].any()
     for left, right in zip(others, (trees.parents, trees.bits, trees.log_rho), strict=True):
         assert torch.equal(left, right[[0, 2]])
-    # N* is of other trees: it is chosen again before anybody reads it.
-    trees.choose_again(np.array([1]), np.array([6], dtype=np.int32), 1)
-    assert int(trees.num_verify[1]) <= 4

@@ -56,13 +56,12 @@ def path_of(trees: Trees, row: int, slot: int, node: int) -> tuple[int, ...]:
 
 def test_scores_that_know_the_candidate_above_grow_the_most_probable_prefixes() -> None:
     """Each node's children by the softmax of its own row, TOP_K of more candidates."""
-    width, trees = TOP_K + 2, make_trees(budget=6)
+    width, trees = TOP_K + 2, make_trees()
     generator = torch.Generator().manual_seed(0)
     scores = 3 * torch.randn(2, DEPTH, width, width, generator=generator)
     candidates = torch.rand(2, DEPTH, VOCAB, generator=generator).argsort(-1)[..., :width]
-    trees.bind_rows(torch.tensor([3, 1]), torch.ones(2, dtype=torch.int32))
+    trees.bind_rows(torch.tensor([3, 1]))
     trees.grow_transitions(candidates, scores)
-    assert trees.num_verify[[3, 1]].tolist() == [6, 6]
     for row, slot in enumerate((3, 1)):
         for column, (score, path) in enumerate(best_paths(scores[row], candidates[row])):
             assert path_of(trees, row, slot, column + 1) == path
@@ -91,7 +90,7 @@ def test_ranks_with_a_slice_of_the_vocabulary_each_grow_the_same_trees(ends: tup
         trees = make_trees()
         trees.bind_rows(torch.tensor([3, 1]))
         grow(trees, logits[:, start:end], 2, start, lambda keys: gathered)
-        for name in ("top_tokens", "tokens", "parents", "size", "num_verify"):
+        for name in ("top_tokens", "tokens", "parents", "size"):
             assert torch.equal(getattr(trees, name), getattr(whole, name)), name
         torch.testing.assert_close(trees.log_rho, whole.log_rho, rtol=0, atol=1e-5)
 
@@ -129,11 +128,6 @@ def test_trees_are_the_most_probable_prefixes_in_the_rows_of_their_slots(depth: 
         torch.testing.assert_close(trees.log_rho[slot, :size], scores)
         assert trees.depths[slot, :size].tolist() == [len(path) for path in got]
     assert (trees.parents[[0, 2, 4]] == -1).all()
-    # The deepest of the first nodes, by walking every node to its root.
-    for nodes in range(size + 1):
-        paths = [path_of(trees, row, slot, node) for node in range(1, nodes + 1)]
-        expected_depth = max(map(len, paths), default=0)
-        assert trees.deepest(np.array([slot]), np.array([nodes])).tolist() == [expected_depth]
 
 
 def test_a_dummy_batch_leaves_every_tree_alone() -> None:
