@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page in a headless Chromium with a real server, and as a file of an offline run."""
+"""The page in a headless Chromium with a real server."""
 
 from __future__ import annotations
 
