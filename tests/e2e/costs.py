@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step costs that a test gives an engine in place of measured ones."""
+"""Step costs that a test gives an engine in place of measured ones.
+
+They replace the profile of the start and the gate's clock, on which as much time passes between two
+outputs as the later step costs. So decisions do not depend on the machine.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from vllm_bastion.policy.cost.table import StepCostTable
+Costs = dict[str, float]
 
-from benchmarks.replay.costs import numbers_of, table_of
+
+def linear(base: float, row: float, draft: float = 0.0) -> Costs:
+    """Milliseconds: a step takes `base`, `row` for each of its rows, and `draft` if it drafts."""
+    return {"base": base, "row": row, "draft": draft}
+
 
 # Of an engine whose test does not depend on costs: measuring takes longer than all else in it.
-USUAL = numbers_of(StepCostTable.linear(10.0, 0.2, max_rows=512))
-
-
-def given_costs(table: StepCostTable) -> dict[str, Any]:
-    """Keys for `Engine.with_bastion`: the costs of `table`, which real steps do not correct."""
-    return {"costs": numbers_of(table), "latency_model": "table"}
+USUAL = linear(10.0, 0.2)
 
 
 def install(spec: dict[str, Any]) -> None:
@@ -23,6 +26,27 @@ def install(spec: dict[str, Any]) -> None:
     costs = spec.get("costs")
     if costs is None:
         return
-    from vllm_bastion.calibration import engine
+    from vllm_bastion.engine import profile
+    from vllm_bastion.hooks import scheduler
+    from vllm_bastion.scheduler.gate import Arm
 
-    engine.measure = lambda runner, *_: table_of(costs, runner.max_num_tokens)
+    def curves(runner: Any) -> tuple[Any, Any]:
+        runner.adaptive_verification._cudagraph_limit = 1  # costs between sizes are interpolated
+        rows = [(n, costs["base"] + costs["row"] * n) for n in (1, 2, runner.max_num_tokens)]
+        return [(1, costs["draft"])], rows
+
+    observe, seconds = scheduler._observe, [0.0]
+
+    def observe_at_these_costs(state: Any, scheduled: Any, output: Any, _: float) -> None:
+        report = scheduler.StepReport.find(output)
+        drafts = scheduled.scheduled_spec_decode_tokens.values()
+        rows = scheduled.total_num_scheduled_tokens - sum(map(len, drafts))
+        rows += sum(report.num_verified.values()) if report is not None else 0
+        ms = costs["base"] + costs["row"] * rows
+        if scheduler.StepPlan.of(scheduled).arm == Arm.TREE:
+            ms += costs["draft"]
+        seconds[0] += ms / 1e3
+        observe(state, scheduled, output, seconds[0])
+
+    profile._time_on_cpu = profile._time_on_gpu = curves  # type: ignore[assignment]
+    scheduler._observe = observe_at_these_costs

@@ -31,7 +31,7 @@ import torch
 from filelock import FileLock
 
 from benchmarks.harness.process import EngineProcess, changed_environment
-from tests.e2e.costs import USUAL
+from tests.e2e.costs import USUAL, Costs
 from tests.e2e.worker import work
 from vllm_bastion import envs
 
@@ -94,8 +94,8 @@ class Engine:
     eager: bool = False
     # `speculative_config`; empty for plain decoding.
     speculative: dict[str, Any] = field(default_factory=dict)
-    # Step costs with an adaptive budget, `costs.numbers_of` a table; None: measured.
-    costs: dict[str, Any] | None = None
+    # Step costs with an adaptive budget; None: measured.
+    costs: Costs | None = None
     # Further arguments of `LLM`.
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -103,7 +103,7 @@ class Engine:
         self,
         nodes: int,
         budget: int | str = "adaptive",
-        costs: dict[str, Any] | None = None if ON_GPU else USUAL,
+        costs: Costs | None = None if ON_GPU else USUAL,
         **keys: Any,
     ) -> Engine:
         """The same engine with method "bastion"; `keys` are given without their `bastion_`."""

@@ -3,40 +3,41 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 
-# Steps with drafts; then plain ones, more than the rows of a request may wait, or copies.
-DRAFTED, PLAIN, COPIES = 5, 70, 12
+from vllm_bastion.scheduler.gate import Arm, Gate
+
+# Steps with drafts; then plain ones, more than the rows of a request may wait, or n-gram drafts.
+DRAFTED, PLAIN, NGRAM = 5, 70, 12
 
 
 def in_turns() -> None:
-    """Let the controller follow this plan, whatever drafts are worth."""
-    _follow_plan(PLAIN, looks_up=False)
+    """Let the gate choose trees and plain steps in turns, whatever they are worth."""
+    _choose([Arm.TREE] * DRAFTED + [Arm.PLAIN] * PLAIN)
 
 
-def copies_in_turns() -> None:
-    """The same, and every step without a draft ends with copies where there are any."""
-    from vllm_bastion.policy.controller import Controller
-
-    _follow_plan(COPIES, looks_up=True)
-    Controller.prefers_copies = lambda *_: True  # type: ignore[method-assign]
+def ngram_in_turns() -> None:
+    """The same, with n-gram drafts in place of plain steps."""
+    _choose([Arm.TREE] * DRAFTED + [Arm.NGRAM] * NGRAM)
 
 
-def _follow_plan(undrafted: int, *, looks_up: bool) -> None:
-    from vllm_bastion.policy.controller import Controller, Decision
+def every_arm() -> None:
+    """Let each arm follow each other one within a few steps."""
+    order = (Arm.TREE, Arm.TREE, Arm.NGRAM, Arm.NGRAM, Arm.PLAIN, Arm.TREE, Arm.PLAIN, Arm.NGRAM)
+    _choose(order)
 
-    decisions = [0]
 
-    def weigh(self: Controller, *args: Any) -> Decision:
-        decisions[0] += 1
-        drafts = decisions[0] % (DRAFTED + undrafted) < DRAFTED
-        return Decision(drafts, "by plan", 1.0, looks_up=looks_up and not drafts)
-
-    Controller._weigh = weigh  # type: ignore[method-assign]
+def _choose(plan: Sequence[Arm]) -> None:
+    arms = itertools.cycle(plan)
+    Gate.choose = lambda self, num_reqs: next(arms)  # type: ignore[method-assign]
+    # A CPU must not take n-gram drafts in place of a tree.
+    Gate.ngram_tokens = lambda self, num_reqs: None  # type: ignore[method-assign]
 
 
 def at_once() -> None:

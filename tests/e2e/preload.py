@@ -25,7 +25,7 @@ for _name in (
     "vllm.v1.worker.cpu_worker",
     # Imported, not installed: engines without this method keep vLLM's kernels.
     "vllm_bastion.cpu.twins",
-    "vllm_bastion.calibration.engine",
+    "vllm_bastion.engine.profile",
 ):
     import_module(_name)
 inspect_models_here()

@@ -7,11 +7,10 @@ from dataclasses import replace
 from statistics import mean
 
 import pytest
-from vllm_bastion.policy.cost.table import StepCostTable
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
-from tests.e2e.costs import given_costs
+from tests.e2e.costs import linear
 from tests.e2e.engines import GAMMA, Batch, Engine
 
 pytestmark = pytest.mark.e2e
@@ -47,10 +46,10 @@ def test_all_budgets(compare: Comparison, label: str, engine: Engine) -> None:
 def test_lagged(compare: Comparison) -> None:
     """Lagged timing, as on a GPU: the previous scores size a step, and the device shares it out."""
     # Rows cost enough to make the shares unequal, but not so much that nothing is drafted.
-    costs = given_costs(StepCostTable.linear(10.0, 0.4, max_rows=128))
+    costs = linear(10.0, 0.4)
     batches = [cases.greedy(2, tokens=48), cases.sampled(3, tokens=48), cases.stops()]
     engine = Engine(eager=True).with_async()
-    tree = engine.with_bastion(16, budget_timing="lagged", **costs)
+    tree = engine.with_bastion(16, budget_timing="lagged", costs=costs)
     _, run = compare.both("lagged, batch 4, async", batches, engine, tree)
     for outcome in run["batches"]:
         # The counts are per request and step, not the even split that the host planned.
@@ -68,7 +67,7 @@ def test_lagged(compare: Comparison) -> None:
 @pytest.mark.parametrize("timing", ["exact", "lagged"])
 def test_requests_with_their_own_budgets(compare: Comparison, timing: str) -> None:
     """Plain decoding, small trees and full ones in the same steps."""
-    costs = given_costs(StepCostTable.linear(10.0, 0.05, max_rows=128))
+    costs = linear(10.0, 0.05)
     limits, bare = [0, 3, None, 0, 16], Batch("requests with their own budgets")
     mixed, most = Batch(bare.case), {}
     for at, (name, text) in enumerate(cases.some(4)):
@@ -79,7 +78,7 @@ def test_requests_with_their_own_budgets(compare: Comparison, timing: str) -> No
         most[name] = 16 if limit is None else limit
     engine = Engine(eager=True).with_async(timing == "lagged")
     expected = compare.run(engine, [bare])
-    run = compare.run(engine.with_bastion(16, budget_timing=timing, **costs), [mixed])
+    run = compare.run(engine.with_bastion(16, budget_timing=timing, costs=costs), [mixed])
     compare.same(f"own budgets, {timing}", [bare], expected, run)
     outcome = run["batches"][0]
     assert outcome["reported"] == outcome["counted"]
@@ -93,12 +92,11 @@ def test_requests_with_their_own_budgets(compare: Comparison, timing: str) -> No
 
 def test_nothing_is_drafted_that_no_reply_can_use(compare: Comparison) -> None:
     """Drafts are free, so every other step has one."""
-    free = given_costs(StepCostTable.flat(10.0, max_rows=512))
     batch = Batch("short replies")
     for (name, text), tokens in zip(cases.some(3), (2, 2, 1, 24, 3, 1, 17, 33, 9), strict=True):
         batch.add(name, text, temperature=0, max_tokens=tokens, ignore_eos=True)
     plain = Engine(max_num_seqs=2, eager=True).of(max_num_batched_tokens=512)
-    engine = plain.with_bastion(16, **free)
+    engine = plain.with_bastion(16, costs=linear(10.0, 0.0))
     expected = compare.submit(plain, [batch])
     run = compare.run(engine, [batch], probe="tests.e2e.plain_steps:drafts")
     compare.same("drafts are free", [batch], expected.result(), run)
@@ -113,27 +111,26 @@ def test_nothing_is_drafted_that_no_reply_can_use(compare: Comparison) -> None:
 
 
 NODES = 24
-TABLES = {
+COSTS = {
     # Rows cost nothing: the largest tree is the best one.
-    "flat": StepCostTable.flat(10.0, max_rows=128),
+    "flat": linear(10.0, 0.0),
     # A row costs a tenth of a step: only likely nodes pay.
-    "dear": StepCostTable.linear(10.0, 1.0, max_rows=128),
+    "dear": linear(10.0, 1.0),
     # Each row costs a whole step and a draft costs ten: nothing pays.
-    "hopeless": StepCostTable.linear(0.001, 1.0, max_rows=128, drafter_ms=10.0),
+    "hopeless": linear(0.001, 1.0, draft=10.0),
 }
 
 
 @pytest.mark.slow
-def test_the_budget_follows_the_cost_table(compare: Comparison) -> None:
-    case = "cost tables from flat to hopeless, T=0"
+def test_the_budget_follows_the_costs(compare: Comparison) -> None:
+    case = "costs from flat to hopeless, T=0"
     batch = cases.texts(case, 1, max_tokens=64, ignore_eos=True)
     # Batch size 1: the paper's rule; no step is shared.
     plain = Engine(max_num_seqs=1, eager=True)
     runs = {}
-    for name, table in TABLES.items():
-        costs = given_costs(table)
-        # A tree of copies alone has only as many nodes as the copy has tokens.
-        engine = plain.with_bastion(NODES, lookup=False, **costs)
+    for name, costs in COSTS.items():
+        # N-gram drafts alone have only as many nodes as the match has tokens.
+        engine = plain.with_bastion(NODES, lookup=False, costs=costs)
         runs[name] = compare.submit(engine, [batch])
     expected = compare.run(plain, [batch])
     for name, run in runs.items():

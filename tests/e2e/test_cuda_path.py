@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_bastion.policy.cost.table import StepCostTable
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison, answers, assert_winding
-from tests.e2e.costs import given_costs
+from tests.e2e.costs import linear
 from tests.e2e.engines import Batch, Engine, Runner
 from tests.e2e.marks import on_cpu
 from tests.e2e.targets import make_scaled, make_target
@@ -38,11 +37,6 @@ def batch() -> Batch:
     return out
 
 
-def costs(timing: str) -> dict[str, Any]:
-    table = StepCostTable.linear(10.0, 0.4, max_rows=128)
-    return {**given_costs(table), "budget_timing": timing}
-
-
 @pytest.mark.parametrize(
     ("caches", "timing"), [("auto", "lagged"), ("fp8", "exact"), ("checkpoint", "exact")]
 )
@@ -54,9 +48,8 @@ def test_tokens_equal_plain_decoding(
         own = {"model": make_scaled(tmp_path / "scaled")}
     plain, requests = PLAIN.of(**own), [batch()]
     expected = compare.run(plain, requests, setup=SETUP, interpreted=True)
-    # With exact timing the controller chose plain steps nearly always: 14 of 17 without trees.
     budget = "adaptive" if timing == "lagged" else 8
-    tree = plain.with_bastion(8, budget, top_k=4, **costs(timing))
+    tree = plain.with_bastion(8, budget, top_k=4, costs=linear(10.0, 0.4), budget_timing=timing)
     known = {"answers": answers(expected)}
     run = compare.run(tree, requests, setup=SETUP, oracle=known, interpreted=True)
     compare.same(

@@ -20,7 +20,7 @@ from tests.e2e.marks import slow
 
 pytestmark = pytest.mark.e2e
 
-PLAIN, COPIES = (f"tests.e2e.plain_steps:{name}in_turns" for name in ("", "copies_"))
+PLAIN, NGRAM = (f"tests.e2e.plain_steps:{name}in_turns" for name in ("", "ngram_"))
 PROBE = "tests.e2e.plain_steps:context"
 
 
@@ -28,8 +28,8 @@ PROBE = "tests.e2e.plain_steps:context"
     ("plan", "top_k", "caching"),
     [
         (PLAIN, 16, True),
-        (COPIES, 16, True),
-        *(slow(*how) for how in ((PLAIN, 16, False), (PLAIN, 1, True), (COPIES, 16, False))),
+        (NGRAM, 16, True),
+        *(slow(*how) for how in ((PLAIN, 16, False), (PLAIN, 1, True), (NGRAM, 16, False))),
     ],
 )
 def test_context_waits_without_loss(
@@ -42,7 +42,7 @@ def test_context_waits_without_loss(
         tokens = 120 if i % 2 else 40
         batch.add(f"turns-{name}", text, temperature=0, max_tokens=tokens, ignore_eos=True)
     first = compare.run(plain, [batch])
-    engine = plain.with_bastion(15, top_k=top_k, latency_model="table")
+    engine = plain.with_bastion(15, top_k=top_k)
     runs = {
         "deferred": compare.submit(engine, [batch], setup=[plan], probe=PROBE),
         "at once": compare.submit(
@@ -62,7 +62,7 @@ def test_context_waits_without_loss(
             for sums, expected in zip(mine["sums"], other["sums"], strict=True):
                 assert sums == pytest.approx(expected, rel=1e-3, abs=1e-3)
     assert waited > 30  # several rows of both requests
-    if plan == COPIES:  # a path waited behind other rows
+    if plan == NGRAM:  # a path waited behind other rows
         by_request: dict[str, list[dict[str, Any]]] = {}
         for one in deferred:
             by_request.setdefault(one["request"], []).append(one)

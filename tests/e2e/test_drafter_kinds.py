@@ -7,11 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from vllm_bastion.policy.cost.table import StepCostTable
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison, leaving_the_chain
-from tests.e2e.costs import given_costs
+from tests.e2e.costs import linear
 from tests.e2e.drafters import (
     CAUSAL,
     HEADS,
@@ -70,9 +69,8 @@ def test_tokens_equal_plain_decoding(kind: str, compare: Comparison, folder: Pat
 @pytest.mark.parametrize("kind", ALL)
 def test_tokens_with_lagged_timing(kind: str, compare: Comparison, folder: Path) -> None:
     drafter, batches = make_drafter(kind, folder / f"{kind}-lagged"), [together()]
-    costs = given_costs(StepCostTable.linear(10.0, 0.4, max_rows=128))
-    tree = PLAIN.with_bastion(24, model=drafter, budget_timing="lagged", **costs).with_async()
-    compare.both(f"{kind}, lagged", batches, PLAIN, tree)
+    tree = PLAIN.with_bastion(24, costs=linear(10.0, 0.4), model=drafter, budget_timing="lagged")
+    compare.both(f"{kind}, lagged", batches, PLAIN, tree.with_async())
 
 
 @pytest.mark.slow

@@ -4,13 +4,10 @@
 from __future__ import annotations
 
 import pytest
-from vllm_bastion.policy.cost.table import StepCostTable
 
-from benchmarks import RESULTS
-from benchmarks.replay.costs import from_profile
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
-from tests.e2e.costs import given_costs
+from tests.e2e.costs import linear
 from tests.e2e.engines import GAMMA, Batch, Engine
 from tests.e2e.marks import slow
 
@@ -18,9 +15,9 @@ pytestmark = pytest.mark.e2e
 
 REQUESTS, TOKEN_LIMIT, NODES = 12, 128, 63
 # Each row costs a whole step and a draft costs ten: nothing pays.
-HOPELESS = StepCostTable.linear(0.001, 1.0, max_rows=TOKEN_LIMIT, drafter_ms=10.0)
+HOPELESS = linear(0.001, 1.0, draft=10.0)
 # Rows cost next to nothing: the largest trees pay.
-FLAT = StepCostTable.linear(10.0, 0.001, max_rows=TOKEN_LIMIT)
+FLAT = linear(10.0, 0.001)
 
 
 def crowd(tokens: int) -> Batch:
@@ -59,8 +56,8 @@ def test_large_batches_where_drafts_hardly_pay_take_as_many_steps_as_plain_decod
 def test_the_drafter_may_need_more_rows_than_a_step_has(compare: Comparison, eager: bool) -> None:
     """The drafter's R x (1 + gamma) rows are more than the token limit, and drafting pays."""
     engine = Engine(max_num_seqs=REQUESTS, eager=eager)
-    # Every step drafts: none has copies alone.
-    flat = engine.with_bastion(NODES, lookup=False, **given_costs(FLAT))
+    # Every step drafts: none has n-gram drafts alone.
+    flat = engine.with_bastion(NODES, lookup=False, costs=FLAT)
     plain, tree = compare.both("costs of flat", [crowd(48)], engine.with_eager(), flat)
     left, right = plain["batches"][0], tree["batches"][0]
     print(f"flat: {right['forwards']} forwards, plain {left['forwards']}")

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_bastion.policy.cost.table import StepCostTable
 
 from benchmarks.random_drafter import write_random
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
-from tests.e2e.costs import given_costs
+from tests.e2e.costs import linear
 from tests.e2e.engines import DRAFTER, Batch, Engine
 from tests.e2e.marks import slow
 
@@ -29,11 +28,6 @@ def repeating() -> Batch:
         batch.add(f"repeats-{i}", prompt, arrive=2 * i, temperature=0.7 * (i == 1), seed=i,
                   max_tokens=64, ignore_eos=True)  # fmt: skip
     return batch
-
-
-def costs(drafter_ms: float) -> dict[str, Any]:
-    table = StepCostTable.linear(10.0, 0.3, max_rows=128, drafter_ms=drafter_ms)
-    return given_costs(table)
 
 
 def steps_because(run: dict[str, Any], reason: str) -> float:

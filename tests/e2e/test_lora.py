@@ -13,9 +13,9 @@ import pytest
 from tests.e2e import cases
 from tests.e2e.adapters import RANK, make_adapter
 from tests.e2e.compare import Comparison, leaving_the_chain
+from tests.e2e.costs import linear
 from tests.e2e.engines import TARGET, Batch, Engine
 from tests.e2e.marks import on_cpu
-from tests.e2e.test_cuda_path import costs
 
 pytestmark = on_cpu("engines on a CPU host")
 
@@ -44,7 +44,7 @@ def test_rows_of_a_tree_get_their_requests_adapter(
     plain = Engine(eager=True).of(enable_lora=True, max_loras=3, max_lora_rank=RANK)
     requests = [adapted(tmp_path, 3, 40, head)]
     # Trees of different sizes in one step: budgets follow from costs, given or measured.
-    tree = plain.with_bastion(24, **({"costs": None} if head else costs("auto")))
+    tree = plain.with_bastion(24, costs=None if head else linear(10.0, 0.4))
     expected, run = compare.run(plain, requests), compare.run(tree, requests)
     compare.same(f"adapters, head {head}", requests, expected, run, plain)
     outcome = run["batches"][0]

@@ -53,10 +53,6 @@ def _command(words: list[str], log: Path) -> dict[str, Any]:
 
 def _run(spec: dict[str, Any]) -> dict[str, Any]:
     engine = spec["engine"]
-    # Preloaded. A tree of every size would be half of a start, and no test waits for the first.
-    measure = sys.modules.get("vllm_bastion.calibration.measure")
-    if measure is not None and engine["enforce_eager"]:
-        measure._WARM_UP_S = 0.0
     if spec.get("offline"):
         from tests.e2e.offline import generate
 
