@@ -60,7 +60,7 @@ class TreeScheduler(GrammarScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.dynamic_sd_lookup is None:
+        if self.dynamic_sd_lookup is None:  # type: ignore[has-type]
             # The list always says N. With it, vLLM neither pads a new request to 1 + N rows nor
             # lets it wait until there is room for them.
             self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
