@@ -49,6 +49,12 @@ def expand(run, tokens: Tensor, logprobs: Tensor, top_k: int, limit: int, **opti
     return out
 
 
+def same(run, *given, **options) -> None:
+    """Assert that a version grows the reference's trees."""
+    expected = expand(references.expand_best_first, *given, **options)
+    assert_same(expand(run, *given, **options), expected)
+
+
 def in_order(tokens: Tensor, logprobs: Tensor, top_k: int) -> list[tuple[float, tuple[int, ...]]]:
     """Every prefix of one lattice whose nodes are among their parents' `top_k` best children.
 
@@ -170,9 +176,7 @@ def test_kernel_equals_heap(run, made: Made, case: tuple[int, ...], scores: str)
     slots = torch.randperm(reqs + 3, generator=generator)[:reqs]
     slots[reqs // 2] = -1 if reqs > 1 else slots[0]
     options = {"slots": slots, "num_slots": reqs + 3, "wider": 5}
-    expected = expand(references.expand_best_first, tokens, logprobs, top_k, limit, **options)
-    actual = expand(run, tokens, logprobs, top_k, limit, **options)
-    assert_same(actual, expected)
+    same(run, tokens, logprobs, top_k, limit, **options)
 
 
 @STATES
@@ -192,9 +196,7 @@ def test_kernel_equals_heap_on_random_trees(run, trees: int, made: Made) -> None
     for _ in range(trees):
         depth, width, top_k, limit = torch.randint(1, 7, (4,), generator=generator).tolist()
         tokens, logprobs = made(2, depth, width, generator, spread=4.0)
-        expected = expand(references.expand_best_first, tokens, logprobs, top_k, limit)
-        actual = expand(run, tokens, logprobs, top_k, limit)
-        assert_same(actual, expected)
+        same(run, tokens, logprobs, top_k, limit)
 
 
 @STATES
@@ -207,20 +209,17 @@ def test_kernel_equals_heap_on_random_trees(run, trees: int, made: Made) -> None
 def test_kernel_equals_heap_at_full_size(run, made: Made, case: tuple[int, ...]) -> None:
     reqs, depth, width, top_k, limit = case
     tokens, logprobs = made(reqs, depth, width, torch.Generator().manual_seed(6))
-    expected = expand(references.expand_best_first, tokens, logprobs, top_k, limit)
-    actual = expand(run, tokens, logprobs, top_k, limit)
-    assert_same(actual, expected)
+    same(run, tokens, logprobs, top_k, limit)
 
 
 @STATES
 @runs(expand_best_first, expand_best_first)
 def test_strided_inputs(run, made: Made) -> None:
     tokens, logprobs = made(2, 4, 6, torch.Generator().manual_seed(7))
-    expected = expand(references.expand_best_first, tokens, logprobs, 4, 20)
     tokens = tokens.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     logprobs = torch.stack([logprobs, logprobs.neg()], dim=-1)[..., 0]
     assert not tokens.is_contiguous() and not logprobs.is_contiguous()
-    assert_same(expand(run, tokens, logprobs, 4, 20), expected)
+    same(run, tokens, logprobs, 4, 20)
 
 
 def test_wrong_arguments_are_named() -> None:
