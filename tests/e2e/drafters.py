@@ -204,12 +204,14 @@ def make_drafter(kind: str, folder: Path) -> str:
 
 
 def drafted(session: Any) -> list[list[int]]:
-    """A probe: the runner's drafts of each request, [D] of a chain.
+    """A probe: the runner's drafts of each request, [D] of a chain, if one of them can use drafts.
 
     The drafter's own buffer is not reliable: if no request can use a draft, vLLM 0.33 writes -1
     over this buffer or over a copy of it.
     """
-    states = session.runner.req_states
+    running, states = session.scheduler.running, session.runner.req_states
+    if all(one.max_tokens - one.num_output_tokens <= 1 for one in running):
+        return []
     slots = [slot for _, slot in sorted(states.req_id_to_index.items())]
     steps = session.runner.speculator.num_speculative_steps
     return [row[:steps] for row in states.draft_tokens[slots].tolist()]

@@ -17,6 +17,11 @@ from vllm_bastion.scheduler.gate import Arm, Gate
 DRAFTED, PLAIN, NGRAM = 5, 70, 12
 
 
+def trees() -> None:
+    """Let the gate choose trees in every step."""
+    _choose([Arm.TREE])
+
+
 def in_turns() -> None:
     """Let the gate choose trees and plain steps in turns, whatever they are worth."""
     _choose([Arm.TREE] * DRAFTED + [Arm.PLAIN] * PLAIN)
@@ -82,15 +87,11 @@ def context(session: Any) -> list[dict[str, Any]]:
 
 
 def drafts(session: Any) -> list[dict[str, Any]]:
-    """Whether the step drafted and how deep, and what remains to requests that have begun."""
-    runner = session.runner
+    """Whether the step drafted, and what remains to requests that have begun."""
     running = [one for one in session.scheduler.running if one.num_output_tokens]
-    slots = [runner.req_states.req_id_to_index[one.request_id] for one in running]
-    trees = runner.speculator.trees
     return [
         {
-            "drafted": runner.speculator.runtime.step.drafts,
-            "deepest": int(trees.depths[slots].max()) if slots else 0,
+            "drafted": session.runner.speculator.runtime.step.drafts,
             "remaining": [one.max_tokens - one.num_output_tokens for one in running],
         }
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookup: texts that repeat give plain decoding's tokens, with copies in trees and copies alone."""
+"""N-gram drafts: texts that repeat give plain decoding's tokens, in trees and alone."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def repeating() -> Batch:
     return batch
 
 
-def steps_because(run: dict[str, Any], reason: str) -> float:
+def steps_of(run: dict[str, Any], kind: str) -> float:
     metrics = run["batches"][0]["metrics"]
-    return sum(n for name, n in metrics.items() if "bastion_steps" in name and reason in name)
+    return sum(n for name, n in metrics.items() if name.startswith(f"bastion_steps/{kind}/"))
 
 
 def by_source(run: dict[str, Any], what: str) -> dict[str, float]:
@@ -42,16 +42,13 @@ def by_source(run: dict[str, Any], what: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("mode", ["lagged", slow("sync"), slow("async")])
-def test_copies_alone_where_a_draft_is_dear(compare: Comparison, mode: str) -> None:
-    keys = costs(drafter_ms=1000.0)
-    if mode == "lagged":
-        keys["budget_timing"] = "lagged"
-    tree = PLAIN.with_bastion(32, lookup=True, **keys)
+def test_n_gram_drafts_alone_where_a_draft_is_dear(compare: Comparison, mode: str) -> None:
+    timing = "lagged" if mode == "lagged" else "auto"
+    tree = PLAIN.with_bastion(32, costs=linear(10.0, 0.3, draft=1000.0), budget_timing=timing)
     tree = tree.with_async(mode != "sync")
-    expected, done = compare.both(f"copies alone, {mode}", [repeating()], PLAIN, tree)
-    assert steps_because(done, "copies alone") > 0
-    accepted = by_source(done, "accepted")
-    assert accepted["lookup"] > 0 and not accepted["both"]
+    expected, done = compare.both(f"n-gram drafts alone, {mode}", [repeating()], PLAIN, tree)
+    assert steps_of(done, "n-gram") > steps_of(done, "tree") > 0
+    assert by_source(done, "accepted")["lookup"] > 0
     assert done["batches"][0]["forwards"] < expected["batches"][0]["forwards"]
 
 
@@ -64,15 +61,14 @@ def half_repeating() -> Batch:
     return batch
 
 
-def test_a_drafter_that_is_never_right_gets_no_credit_for_copies(
-    compare: Comparison, tmp_path: Path
-) -> None:
-    """Its trees hold copies too, which are right: what they bring is not the drafter's."""
+@pytest.mark.parametrize("mode", ["sync", slow("async")])
+def test_a_drafter_that_is_never_right(compare: Comparison, tmp_path: Path, mode: str) -> None:
+    """Its trees hold n-gram drafts too, which are right where the text repeats."""
     drafter = write_random(Path(DRAFTER), tmp_path / "random")
-    keys = costs(drafter_ms=1.0)
-    tree = PLAIN.with_bastion(32, lookup=True, model=str(drafter), **keys)
-    _, done = compare.both("copies beside wrong drafts", [half_repeating()], PLAIN, tree)
-    assert steps_because(done, "pays") < 0.3 * steps_because(done, "copies alone")
+    tree = PLAIN.with_bastion(32, costs=linear(10.0, 0.3, draft=5.0), model=str(drafter))
+    case = f"n-gram drafts beside wrong ones, {mode}"
+    _, done = compare.both(case, [half_repeating()], PLAIN, tree.with_async(mode == "async"))
+    assert 0 < steps_of(done, "tree") < 0.3 * (steps_of(done, "n-gram") + steps_of(done, "plain"))
 
 
 def test_a_fixed_budget_with_and_without_lookup(compare: Comparison, tmp_path: Path) -> None:
