@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from tests.contract.table import MINORS, SHORT, TABLE
 
-__all__ = ["CONTRACT", "MINORS", "UNUSED_OF_MANAGER", "Reliance"]
+__all__ = ["CONTRACT", "INHERITED_OF_MANAGER", "MINORS", "Reliance"]
 
-# Members of AdaptiveVerificationManager that BastionVerificationManager inherits although it does
-# not run the base constructor: nothing may call them.
-UNUSED_OF_MANAGER = frozenset({"set_cost_curves"})
+# The only member of AdaptiveVerificationManager that TreeBudgetManager inherits: it does not run the
+# base constructor.
+INHERITED_OF_MANAGER = "set_cost_curves"
 
 
 @dataclass(frozen=True)

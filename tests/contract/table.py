@@ -61,40 +61,21 @@ attention/gated_delta.py
     @body self._forward_method = self.forward_c
   LAYERS.mamba.ops.cpu.gdn_attention @calls _conv_buffer_view(layer); _ssm_state_view(layer);
       _unpacked_conv_weight(layer)
-calibration/engine.py
-  vllm.distributed.parallel_state:init_distributed_environment @why its world group holds all ranks
-      that step together
-    @body rank = parallel_config.data_parallel_rank * world_size + rank … _WORLD =
-  vllm.v1.engine.core:EngineCoreProc.run_engine_core @why data-parallel ranks of a dense model are
-      engines of their own
-    @body is_moe: … reconfigure_for_independent_dp_rank()
-calibration/measure.py
-  GPU.async_utils:StepTimingSample @names drafter_ms forward_ms num_reqs num_target_tokens
-  RUNNER:GPUModelRunner @calls _dummy_run(self, num_tokens); sample_tokens(self, grammar_output)
-    @names adaptive_verification cudagraph_manager decode_query_len device
-      kv_cache_config max_model_len max_num_reqs max_num_tokens model model_config model_state
-      num_speculative_steps parallel_config rejection_sampler req_states speculator step_timing
+engine/profile.py
+  GPU.async_utils:StepTimingSample @names drafter_ms forward_ms full_cudagraph num_reqs
+      num_target_tokens
+  RUNNER:GPUModelRunner @names adaptive_verification cudagraph_manager device lora_config
+      max_num_reqs max_num_tokens model model_config parallel_config speculator step_timing
       vllm_config
   vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin @calls _set_active_loras(self,
       prompt_lora_mapping, token_lora_mapping, lora_requests)
-calibration/measure.py cpu/timing.py
-  GPU.async_utils:StepTimingCollector @calls collect(self); forward_start(self); forward_end(self)
+engine/profile.py cpu/timing.py
+  GPU.async_utils:StepTimingCollector @calls collect(self); forward_start(self)
     @names _collecting _step
-calibration/measure.py hooks/worker.py
-  RUNNER:GPUModelRunner._dummy_run @why passed by name; only a uniform batch gets decode_query_len
-      rows
-    @body uniform_decode: bool = False … context_len: int = 0 … skip_eplb: bool = False …
-      randomize_inputs: bool = False … if uniform_decode: … num_tokens = max(num_tokens,
-      self.decode_query_len)
-calibration/tree_steps.py
-  SCHED.output:CachedRequestData @names new_block_ids num_computed_tokens num_output_tokens req_ids
-  SCHED.output:NewRequestData @names block_ids lora_request mm_features num_computed_tokens
-      pooling_params prefill_token_ids prompt_token_ids req_id sampling_params
-  GPU.kv_connector:KVConnector @calls set_disabled(self, disabled)
-calibration/tree_steps.py hooks/scheduler.py
-  SCHED.output:SchedulerOutput @names finished_req_ids num_invalid_spec_tokens num_scheduled_tokens
-      num_spec_tokens_to_schedule scheduled_cached_reqs scheduled_new_reqs
-      scheduled_spec_decode_tokens total_num_scheduled_tokens
+engine/profile.py hooks/worker.py
+  RUNNER:GPUModelRunner._dummy_run @why n rows are n requests with a context of their own, and
+      equal tokens
+    @body context_len: int = 0 … skip_eplb: bool = False … randomize_inputs: bool = False
 config.py
   vllm.config.speculative:SpeculativeConfig.max_num_new_slots_for_drafting @beside 437e6c68 18436348
   vllm.config.speculative:SpeculativeConfig @names _maybe_override_draft_max_position_embeddings
@@ -152,7 +133,7 @@ drafters/dflash.py
   GPU.input_batch:InputBatch @names cu_num_logits cu_num_logits_np has_prefill idx_mapping
       idx_mapping_np input_ids is_padding logits_indices max_query_len num_computed_tokens_np
       num_draft_tokens num_draft_tokens_per_req num_reqs num_scheduled_tokens num_tokens
-      num_tokens_after_padding positions prefill_len_np query_start_loc query_start_loc_np req_ids
+      num_tokens_after_padding positions query_start_loc query_start_loc_np req_ids
   SPEC.dflash.speculator:DFlashSpeculator @calls _generate_draft(self, num_reqs, num_tokens_padded,
       attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode); _run_model(self,
       num_tokens, attn_metadata, slot_mappings); _precompute_context_kv(self, start, end,
@@ -177,6 +158,18 @@ drafters/dspark.py
   SPEC.dspark.speculator:DSparkSpeculator @names _anchor_idx
 engine/deferred.py
   torch @names _foreach_copy_
+engine/budget.py
+  GPU.async_utils:AsyncOutput.__init__ @why counts that were copied on the main stream have arrived
+      when the output has
+    @body copy_stream.wait_stream(main_stream) … self.copy_event.record(copy_stream)
+  RUNNER:GPUModelRunner.prepare_inputs @beside c4b46110 ce45f241
+  RUNNER @calls sort_batch_req_ids(num_tokens_per_req, draft_tokens)
+  SPEC.adaptive_verification:AdaptiveVerificationManager @calls add_request(self, req_idx);
+      get_num_tokens(self, num_tokens_per_req, draft_tokens); compact_batch(self,
+      num_draft_tokens_per_req, num_scheduled_tokens, cu_num_logits_np); reallocate_drafts(self,
+      req_ids, idx_mapping); record_confidences(self, confidence_probs, input_batch);
+      batches_to_profile(self, capture_sizes); set_initial_cost_curves(self, samples);
+      set_cost_curves(self, draft_curve, verify_curve)
 engine/draft_tokens.py
   SPEC.utils:DraftTokensHandler.set_draft_tokens @beside 5465e777 5465e777
   GPU.states:RequestState @names all_token_ids draft_tokens last_sampled_tokens max_model_len
@@ -195,10 +188,6 @@ engine/grammar.py
   STRUCTURED:StructuredOutputManager @names _get_constraint_bounds backend validate_tokens
       vllm_config
   xgrammar:GrammarMatcher @names traverse_draft_tree
-engine/lagged.py
-  GPU.async_utils:AsyncOutput.__init__ @why counts that were copied on the main stream have arrived
-      when the output has
-    @body copy_stream.wait_stream(main_stream) … self.copy_event.record(copy_stream)
 engine/logprobs.py
   SAMPLE.sampler:Sampler.get_logprobs_dims @beside 08059e0c 08059e0c
 engine/processors.py
@@ -251,14 +240,7 @@ engine/target.py
       embedded
     @body InputBatch.make_dummy( … attn_metadata = self.model_state.prepare_attn( … inputs_embeds =
       self.model_state.dummy_inputs_embeds( … is_padding=input_batch.is_padding
-engine/verification.py
-  RUNNER:GPUModelRunner.prepare_inputs @beside c4b46110 ce45f241
-  SPEC.adaptive_verification:AdaptiveVerificationManager @calls add_request(self, req_idx);
-      get_num_tokens(self, num_tokens_per_req, draft_tokens); compact_batch(self,
-      num_draft_tokens_per_req, num_scheduled_tokens, cu_num_logits_np); reallocate_drafts(self,
-      req_ids, idx_mapping); record_confidences(self, confidence_probs, input_batch);
-      batches_to_profile(self, capture_sizes); set_initial_cost_curves(self, samples)
-engine/verification.py drafters/dflash.py
+engine/budget.py drafters/dflash.py
   RUNNER:GPUModelRunner.sample_tokens @why once record_confidences is called, the trees exist
     @body self.postprocess_sampled( … self.speculator.propose( … .record_confidences(
     @beside 3a52b1c8 3534013a
@@ -295,6 +277,8 @@ hooks/grammar.py
   SCHED.scheduler:Scheduler @calls get_grammar_bitmask(self, scheduler_output);
       update_draft_token_ids(self, draft_token_ids); update_draft_token_ids_in_output(self,
       draft_token_ids, scheduler_output)
+  vllm.v1.outputs:DraftTokenIds @names draft_token_ids req_ids
+  vllm.v1.request:Request @names is_finished is_prefill_chunk request_id structured_output_request
   SCHED.output:GrammarOutput @names num_acceptable_drafts
   STRUCTURED.utils @calls strip_speculative_padding(token_ids)
   SCHED.scheduler:Scheduler.get_grammar_bitmask @beside 186cae8d 186cae8d
@@ -320,7 +304,7 @@ hooks/runner.py
   RUNNER:GPUModelRunner @names adaptive_verification draft_tokens_handler execute_model_state
       num_speculative_steps req_states speculator
   RUNNER:ExecuteModelState @names aux_hidden_states hidden_states input_batch
-      num_spec_tokens_to_schedule slot_mappings_by_layer
+      num_spec_tokens_to_schedule
   RUNNER:GPUModelRunner.sample_tokens @why without a drafter and its steps, a step neither drafts
       nor sets draft tokens
     @body if self.speculator is not None: … self.speculator.propose( … if self.num_speculative_steps
@@ -333,9 +317,20 @@ hooks/runner.py hooks/warm_up.py
       decode_steps.append(([0], [use_spec_decode]))
     @beside 08e5ddcd 4388dbad
 hooks/scheduler.py
-  SCHED.async_scheduler:AsyncScheduler._update_after_schedule @why a running request has its N
+  SCHED.output:SchedulerOutput @names num_invalid_spec_tokens num_scheduled_tokens
+      num_spec_tokens_to_schedule scheduled_new_reqs scheduled_spec_decode_tokens
+      total_num_scheduled_tokens
+  SCHED.interface:PauseState @names UNPAUSED
+  vllm.config.parallel:ParallelConfig @names data_parallel_size
+  vllm.config.compilation:CompilationConfig @names cudagraph_mode max_cudagraph_capture_size
+  vllm.v1.core.block_pool:BlockPool @calls get_num_free_blocks(self)
+  vllm.v1.engine.core:EngineCoreProc.run_engine_core @why data-parallel ranks of a dense model are
+      engines of their own
+    @body is_moe: … reconfigure_for_independent_dp_rank()
+  SCHED.async_scheduler:AsyncScheduler._update_after_schedule @why a running request has its K
       placeholders before the next step
-    @body request.spec_token_ids = self._spec_token_placeholders
+    @body scheduler_output.num_spec_tokens_to_schedule … request.spec_token_ids =
+      self._spec_token_placeholders
     @beside 131e68f6 131e68f6
   vllm.config.scheduler:SchedulerConfig @names long_prefill_token_threshold
       prefill_schedule_interval
@@ -346,10 +341,9 @@ hooks/scheduler.py
       request_id); schedule(self, throttle_prefills); shutdown(self); update_from_output(self,
       scheduler_output, model_runner_output); _handle_stopped_request(self, request);
       _update_request_with_output(self, request, new_token_ids, is_stale)
-    @names has_mamba_layers kv_cache_manager max_model_len num_lookahead_tokens
-  SCHED.scheduler:Scheduler @names dynamic_sd_lookup kv_holding_waiting log_stats
-      max_num_active_reqs max_num_running_reqs max_num_scheduled_tokens num_spec_tokens
-      pause_state requests running scheduler_config
+    @names dynamic_sd_lookup has_mamba_layers kv_cache_manager kv_holding_waiting log_stats
+      max_model_len max_num_active_reqs max_num_running_reqs max_num_scheduled_tokens
+      num_lookahead_tokens pause_state requests running scheduler_config
       structured_output_manager vllm_config waiting
   SCHED.scheduler:Scheduler.__init__ @why our methods read these
     @body self.vllm_config = vllm_config … self.log_stats … self.requests
@@ -357,30 +351,27 @@ hooks/scheduler.py
       that it counts
     @body num_draft_tokens -= num_invalid_spec_tokens.get(
     @beside 18615d33 18615d33
-  SCHED.scheduler:Scheduler.schedule @why placeholders are spec_token_ids; without a lookup each new
-      request gets N
+  SCHED.scheduler:Scheduler.schedule @why placeholders are spec_token_ids; K is what the lookup says
     @body token_budget = self.max_num_scheduled_tokens … spec.max_num_new_slots_for_drafting …
       self.running … request.num_tokens_with_spec … scheduled_spec_decode_tokens[request.request_id]
       = spec_token_ids … while token_budget > 0: … request_queue =
       self.kv_holding_waiting … self.max_num_active_reqs … self.dynamic_sd_lookup is None …
-      scheduled_new_reqs.extend(scheduled_resumed_reqs) … self.dynamic_sd_lookup[
+      scheduled_new_reqs.extend(scheduled_resumed_reqs) … num_spec_tokens_to_schedule =
+      self.dynamic_sd_lookup[
   SCHED.scheduler:Scheduler.update_from_output @why nodes that were not verified are handed over
       under this name
     @body num_invalid_spec_tokens=scheduler_output.num_invalid
-  vllm.v1.outputs:DraftTokenIds @names draft_token_ids req_ids
-  vllm.v1.outputs:ModelRunnerOutput @names req_ids sampled_token_ids
-  vllm.v1.request:Request @names is_finished is_prefill_chunk num_computed_tokens
-      num_output_placeholders num_tokens request_id spec_token_ids structured_output_request
-      use_structured_output
+  vllm.v1.outputs:ModelRunnerOutput @names sampled_token_ids
+  vllm.v1.request:Request @names max_tokens num_computed_tokens num_output_placeholders
+      num_output_tokens num_tokens sampling_params spec_token_ids status use_structured_output
   vllm.v1.metrics.stats:RequestSpecDecodeMetrics @calls new(num_spec_tokens); observe(self,
       num_draft_tokens, num_accepted, detailed)
   SCHED.scheduler:Scheduler.add_request @why a request gets its metrics here
     @body request.spec_decode_metrics = RequestSpecDecodeMetrics.new(
   vllm.v1.spec_decode.metrics:SpecDecodingProm.__init__ @why one counter for each of these
     @body speculative_config.num_speculative_tokens
-  vllm.v1.spec_decode.metrics:SpecDecodingStats @names new num_accepted_tokens_per_pos
-      num_draft_tokens num_drafts num_spec_tokens observe_draft
-  vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager @names block_size req_to_blocks
+  vllm.v1.spec_decode.metrics:SpecDecodingStats @names new num_draft_tokens num_drafts num_spec_tokens observe_draft
+  vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager @names block_size
   vllm.v1.core.kv_cache_manager:KVCacheManager @names block_pool coordinator
 hooks/telemetry.py
   vllm.v1.metrics.loggers:PrometheusStatLogger @names _counter_cls _gauge_cls _histogram_cls
@@ -400,9 +391,6 @@ hooks/worker.py
     @body _dummy_run( … uniform_decode=True … randomize_inputs=self.randomize_dummy_inputs
 host.py cpu/host.py
   GPU.cudagraph_utils:CudaGraphManager @names captured_token_counts needs_capture
-policy/cost/timing.py
-  RUNNER:GPUModelRunner.sample @why a step without draft tokens never enters the rejection sampler
-    @body input_batch.num_draft_tokens == 0
 telemetry/prometheus.py
   prometheus_client:Histogram.observe @why many equal values are counted at once
     @body self._sum.inc(amount) … self._buckets[i].inc(1)

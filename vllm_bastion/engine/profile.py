@@ -52,7 +52,8 @@ def profile(runner: Any) -> None:
     start = time.perf_counter()
     if config.bastion_budget == "adaptive":
         current_host().prepare_timing(runner)
-        draft_ms, verify_ms = _time_on_cpu(runner) if _on_cpu(runner) else _time_on_gpu(runner)
+        timed = _time_on_gpu if current_host().runs_ahead else _time_on_cpu
+        draft_ms, verify_ms = timed(runner)
         runner.adaptive_verification.set_cost_curves(draft_ms, verify_ms)
         if config.bastion_latency_model != "profile":
             runner.adaptive_verification.estimator = _estimator(runner, config, verify_ms)
@@ -83,10 +84,6 @@ def _estimator(runner: Any, config: BastionSpeculativeConfig, verify_ms: Curve) 
     sizes = current_host().captured_sizes(runner.cudagraph_manager)
     name: Any = config.bastion_latency_model
     return Estimator(name, shape, device, samples, runner.max_num_tokens, _CONTEXT, sizes)
-
-
-def _on_cpu(runner: Any) -> bool:
-    return bool(runner.device.type == "cpu")
 
 
 def _time_on_gpu(runner: Any) -> tuple[Curve, Curve]:
