@@ -20,7 +20,7 @@ DEPTH, VOCAB, WIDTH = 3, 96, 8
 
 def bound_trees(requests: int) -> Trees:
     trees = make_trees(requests, 5, DEPTH, top_k=4, rows=4 * requests)
-    trees.bind_rows(torch.arange(requests), torch.ones(requests, dtype=torch.int32))
+    trees.bind_rows(torch.arange(requests))
     return trees
 
 

@@ -75,7 +75,7 @@ def drafted(steps: Sequence[StepRecord]) -> tuple[int, int]:
 
 @dataclass
 class Totals:
-    """Sums over steps. Every field but `now` only grows."""
+    """Sums over steps. Every field but `gain` only grows."""
 
     # (kind, reason) -> steps
     steps: dict[tuple[str, str], int] = field(default_factory=dict)
