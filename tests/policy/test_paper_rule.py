@@ -6,6 +6,7 @@ probability is the path score rho_j, and its trimmed draft is the tree of the be
 """
 
 import heapq
+from itertools import islice
 from types import SimpleNamespace
 
 import numpy as np
@@ -87,10 +88,10 @@ def expansion(logprobs):
 def algorithm_1(logprobs, verify_ms):
     """The paths of T*: nodes are added until one does not improve S. The root costs a row, too."""
     accepted, best, tree = 1.0, -np.inf, []
-    for rho, path in expansion(logprobs):
+    for rho, path in islice(expansion(logprobs), MOST):
         accepted += rho
         speed = accepted / (DRAFT_MS + verify_ms[1 + len(tree) + 1])
-        if speed <= best or len(tree) == MOST:
+        if speed <= best:
             break
         best, tree = speed, [*tree, path]
     return tree
