@@ -24,7 +24,7 @@ from vllm_bastion import envs
 from vllm_bastion.carriers import StepPlan, StepReport
 from vllm_bastion.config import BastionSpeculativeConfig, request_budget
 from vllm_bastion.hooks.grammar import GrammarScheduler, attach_plan
-from vllm_bastion.hooks.telemetry import collect, log_whole_run
+from vllm_bastion.hooks.telemetry import collect, log_whole_run, send
 from vllm_bastion.scheduler.gate import Arm, Gate
 from vllm_bastion.scheduler.state import LastStep, SchedulerState
 
@@ -105,7 +105,9 @@ class TreeScheduler(GrammarScheduler):
         if drafts:
             report = StepReport.of(model_runner_output)
         if report is None:
-            return super().update_from_output(scheduler_output, model_runner_output)
+            outputs = super().update_from_output(scheduler_output, model_runner_output)
+            send(self, self.state, outputs)
+            return outputs
         verified = report.num_verified
         # Nodes that a grammar rejected before verification are already counted.
         invalid = scheduler_output.num_invalid_spec_tokens or {}
@@ -117,6 +119,7 @@ class TreeScheduler(GrammarScheduler):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if envs.telemetry():
             collect(self, self.state, scheduler_output, report, outputs)
+            send(self, self.state, outputs)
         return outputs
 
     def _handle_stopped_request(self, request: Any) -> bool:

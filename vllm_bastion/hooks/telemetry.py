@@ -36,7 +36,7 @@ def collect(
     report: StepReport,
     outputs: dict[int, Any],
 ) -> None:
-    """In the engine core: add a step, and attach a due sum to the statistics of its outputs.
+    """In the engine core: add a step.
 
     Args:
         scheduler: vLLM's Scheduler.
@@ -55,7 +55,15 @@ def collect(
         longest = max((request.num_tokens for request in drafts if request is not None), default=0)
         if longest > collector.positions:
             collector.context(longest)
-    if not collector.due(idle=not scheduler.running):
+
+
+def send(scheduler: Any, state: SchedulerState, outputs: dict[int, Any]) -> None:
+    """In the engine core: attach a due sum to the statistics of a step's outputs.
+
+    vLLM runs one more step without a token after the last request was aborted: its sum is due, too.
+    """
+    collector = state.collector
+    if collector is None or not collector.due(idle=not scheduler.running):
         return
     # Without statistics the sums wait for the next ones; they do not grow.
     stats = next((o.scheduler_stats for o in outputs.values() if o.scheduler_stats), None)
