@@ -126,6 +126,10 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         # By size class and arm: mean ms that the profile predicts for steps of decodes.
         self._predicted: dict[tuple[int, Arm], float] = {}
         self._unseen: tuple[tuple[int, Arm], np.ndarray] | None = None
+        # With exact timing, log rho on the host: on a CPU the trees' own.
+        self._host_scores = self.trees.log_rho
+        if not lagged and self.trees.device.type != "cpu":
+            self._host_scores = torch.empty_like(self.trees.log_rho, device="cpu", pin_memory=True)
         if lagged:
             self._earlier = EarlierScores(self.trees)
             # By slot: most nodes, and rows that are not nodes.
@@ -204,8 +208,10 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         """[R, width] float64 rho of the batch's trees, as far as the host may know them."""
         if self.lagged:
             return self._earlier.of(slots, width)
-        with gpu_sync_allowed():
-            log_rho: np.ndarray = self.trees.log_rho.cpu().numpy()[slots, :width]
+        if self._host_scores is not self.trees.log_rho:
+            with gpu_sync_allowed():
+                self._host_scores.copy_(self.trees.log_rho)
+        log_rho: np.ndarray = self._host_scores.numpy()[slots, :width]
         return np.exp(log_rho.astype(np.float64))
 
     def _step_ms(self, nodes: int) -> np.ndarray:
