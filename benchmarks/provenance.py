@@ -33,6 +33,18 @@ def version(package: str) -> str | None:
         return None
 
 
+def device_name(cpu: bool) -> str:
+    """The GPU's name, or the CPU's with the number of cores that this process may use."""
+    if not cpu:
+        import torch
+
+        return str(torch.cuda.get_device_name())
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = (line.partition(":")[2] for line in lines if line.startswith("model name"))
+    name = " ".join(next(names, platform.processor() or "CPU").partition("@")[0].split())
+    return f"{name} x{len(os.sched_getaffinity(0))}"
+
+
 def command_output(*command: str) -> str | None:
     """What a command prints in the repository, or None if it fails."""
     try:

@@ -11,8 +11,10 @@ bastion (`benchmarks.e2e`), and exits with 0 if
                finds both tokens equally good (`benchmarks.e2e.judge`),
     tau        bastion emits at least as many tokens per forward as the chain; and for the pairs in
                `PUBLISHED` the chain reaches 70% of the paper's (its prompts are others),
-    speed      bastion takes at most as long as the chain, unless --busy says that this machine is.
+    speed      bastion takes at most as long as the chain.
 
+With --busy, because other processes slow down this machine, the last one is not judged, and tau
+only against the paper's: steps whose times mean nothing make trees small.
 Prompts get the target's chat template, without thinking, as z-lab's drafters for Qwen3 expect.
 """
 
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=256, help="of each reply; EOS is ignored")
     parser.add_argument("--dtype", default="auto", help="float32 makes near-ties rare")
     parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
-    parser.add_argument("--busy", action="store_true", help="do not judge the speed")
+    parser.add_argument("--busy", action="store_true", help="do not judge by times")
     given = parser.parse_args(argv)
     words = [
         "--target", given.target, "--drafter", given.drafter, "--methods", CHAIN, TREES,
@@ -107,7 +109,7 @@ def verdict(
     near = sum(row["near_tie"] for row in judged)
     total = sum(row["responses"] for row in runs[TREES])
     taus = {name: numbers(runs[name])["tau"] for name in (CHAIN, TREES)}
-    tau_ok = taus[TREES] >= taus[CHAIN] and not low
+    tau_ok = (busy or taus[TREES] >= taus[CHAIN]) and not low
     speed_ok = seconds[TREES] <= seconds[CHAIN]
     why = f"; the chain is below {_LEAST:.0%} of the published tau in {', '.join(low)}" * bool(low)
     lines += [

@@ -20,6 +20,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from helpers import engine_config, is_one_sentence, is_refused, write_checkpoint
 from vllm_bastion import config
 from vllm_bastion.config import BastionSpeculativeConfig
+from vllm_bastion.hooks.requests import process_inputs
 from vllm_bastion.platform import current_host
 from vllm_bastion.validate import BastionConfigError, arguments, engine, models
 
@@ -58,25 +59,28 @@ def test_the_chain_view_counts_in_depths_and_leaves_the_original_alone(
     assert config.chain_view_of(plain) is plain  # type: ignore[arg-type]
 
 
+def send(vllm_config: VllmConfig, extra_args: dict[str, Any] | None) -> SamplingParams:
+    """Parameters of a request that the front end has accepted."""
+    params = SamplingParams(extra_args=extra_args)
+    made = SimpleNamespace(sampling_params=params, prompt_token_ids=[1])
+    process_inputs(lambda _: made, SimpleNamespace(vllm_config=vllm_config))
+    return params
+
+
 @pytest.mark.parametrize("budget", [-1, 33, 2.0, True, "8", [1]])
 def test_a_request_with_a_wrong_budget_is_refused(pair: tuple[str, str], budget: Any) -> None:
-    engine = engine_config(pair)
-    params = SamplingParams(extra_args={"bastion_budget": budget})
     with pytest.raises(VLLMValidationError, match='"bastion_budget" in extra_args') as refused:
-        params.verify(engine.model_config, engine.speculative_config, None, None)
+        send(engine_config(pair), {"bastion_budget": budget})
     is_one_sentence(str(refused.value), "from 0, plain decoding, to 32", repr(budget))
 
 
 def test_a_requests_own_budget_is_read_by_this_method_only(pair: tuple[str, str]) -> None:
     engine = engine_config(pair)
     for given in (None, {}, {"other": "x"}, {"bastion_budget": 0}, {"bastion_budget": 32}):
-        params = SamplingParams(extra_args=given)
-        params.verify(engine.model_config, engine.speculative_config, None, None)
         expected = (given or {}).get("bastion_budget", 32)
-        assert config.request_budget(params, 32) == expected
-    SamplingParams(extra_args={"bastion_budget": "many"}).verify(
-        engine.model_config, None, None, None
-    )
+        assert config.request_budget(send(engine, given), 32) == expected
+    plain: Any = SimpleNamespace(speculative_config=None)
+    send(plain, {"bastion_budget": "many"})
 
 
 COMMAND_LINES = {

@@ -25,7 +25,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
 import vllm_bastion
-from tests.contract import CONTRACT, INHERITED, MINORS, Reliance
+from tests.contract import CONTRACT, INHERITED_OF_MANAGER, MINORS, Reliance
 from vllm_bastion import compat
 from vllm_bastion.hooks import resolve
 from vllm_bastion.versions import capabilities, capabilities_of
@@ -76,21 +76,25 @@ def test_overridden_and_called_methods(row: Reliance, method: str) -> None:
     )
 
 
+def assigned_by(kind: type) -> frozenset[str]:
+    """Names that the body and methods of a class set."""
+    names: set[str] = set()
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError):
+        return frozenset()  # compiled
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return frozenset(names)
+
+
 @cache
 def assigned(kind: type) -> frozenset[str]:
-    """Names that the bodies and methods of a class and its bases set."""
-    names: set[str] = set()
-    for base in kind.__mro__[:-1]:
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError):
-            continue  # compiled
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                names.add(node.attr)
-            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                names.add(node.target.id)
-    return frozenset(names)
+    """Names that a class and its bases set."""
+    return frozenset().union(*map(assigned_by, kind.__mro__[:-1]))
 
 
 @rows_with("names")
@@ -189,14 +193,18 @@ def unpacked(caller: object, callee: str) -> int:
     raise AssertionError(f"vLLM no longer calls {callee} there")
 
 
-def test_vllm_takes_as_many_values_as_the_manager_returns() -> None:
+def manager_class() -> Any:
     from vllm_bastion.engine.budget import TreeBudgetManager
 
-    manager = object.__new__(TreeBudgetManager)
-    manager.query_start_loc = torch.zeros(2, dtype=torch.int32)
+    return TreeBudgetManager
+
+
+def test_vllm_takes_as_many_values_as_the_manager_returns() -> None:
+    manager = object.__new__(manager_class())
     manager.lagged, manager._num_nodes, manager._limits = False, 0, np.zeros(1, dtype=np.int32)
     manager._num_logits_np = np.zeros(2, dtype=np.int32)
     manager.trees = SimpleNamespace(device=torch.device("cpu"))
+    manager.query_start_loc = torch.zeros(2, dtype=torch.int32)
     given = manager.reallocate_drafts(["a"], torch.zeros(1, dtype=torch.int32))
     caller = found("vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_inputs")
     assert unpacked(caller, "reallocate_drafts") == len(given), "see engine/budget.py"
@@ -204,18 +212,17 @@ def test_vllm_takes_as_many_values_as_the_manager_returns() -> None:
 
 
 def test_nothing_of_the_managers_base_class_runs_half_initialised() -> None:
-    from vllm_bastion.engine.budget import TreeBudgetManager
-
-    own = vars(TreeBudgetManager)
+    own = vars(manager_class())
     inherited = {name for name in vars(AdaptiveVerificationManager) if name not in own}
-    added = {name for name in inherited if not name.startswith("__")} - INHERITED
+    added = {name for name in inherited if not name.startswith("__")} - {INHERITED_OF_MANAGER}
     assert not added, f"vLLM's manager has new members: override {added} in engine/budget.py"
+    source = inspect.getsource(getattr(AdaptiveVerificationManager, INHERITED_OF_MANAGER))
+    read = set(re.findall(r"self\.(\w+)", source))
+    assert read <= assigned_by(manager_class()), f"see engine/budget.py: {read}"
 
 
 def test_the_runner_calls_of_the_manager_what_ours_has() -> None:
-    from vllm_bastion.engine.budget import TreeBudgetManager
-
-    ours = {*vars(TreeBudgetManager), *assigned(TreeBudgetManager)}
+    ours = {*vars(manager_class()), *assigned_by(manager_class())}
     folder = Path(inspect.getfile(AdaptiveVerificationManager)).parents[1]
     used: set[str] = set()
     for path in folder.rglob("*.py"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger against the installed vLLM, and what each hook does.
+"""The patch table against the installed vLLM, and what the hooks and schedulers do.
 
 The first part is the contract: it names what changed when another vLLM is installed.
 """
@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import inspect
 import threading
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,27 +18,30 @@ import prometheus_client
 import pytest
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
-from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm, SpecDecodingStats
+from vllm.v1.spec_decode.metrics import SpecDecodingLogging, SpecDecodingProm
+from vllm.v1.worker.gpu_worker import Worker
 
+from tests.scheduler_core import call, make_core
 from vllm_bastion import compat, hooks, plugin
 from vllm_bastion.carriers import (
-    GrammarLimits,
     MissingCarrierError,
     RequestState,
     StepPlan,
     StepReport,
 )
+from vllm_bastion.checks import BastionConfigError
 from vllm_bastion.config import BastionSpeculativeConfig
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.hooks import HookError, scheduler, wrap
-from vllm_bastion.hooks.gated_delta import GATED_DELTA_HOOKS
-from vllm_bastion.hooks.runner import RUNNER_HOOKS, execute_model
-from vllm_bastion.hooks.warm_up import WARM_UP_HOOKS
+from vllm_bastion.hooks.engine_args import use_own_classes
+from vllm_bastion.hooks.runner import execute_model
+from vllm_bastion.hooks.telemetry import stat_logger_manager_init
 from vllm_bastion.versions import capabilities_of
 
 GAMMA, NODES = 7, 64
@@ -50,7 +54,6 @@ def _registered() -> None:
 
 # --- the contract -----------------------------------------------------------------------------
 
-LEDGER = (*hooks.HOOKS, *RUNNER_HOOKS, *WARM_UP_HOOKS, *GATED_DELTA_HOOKS)
 VERSIONS = [capabilities_of(version) for version in ("0.32", "0.33")]
 
 
@@ -59,7 +62,7 @@ def accepted(hook: hooks.Hook) -> tuple[str, ...]:
     return tuple(version.signatures.get(hook.target, hook.expects) for version in VERSIONS)
 
 
-@pytest.mark.parametrize("hook", LEDGER, ids=lambda hook: hook.target.rpartition(":")[2])
+@pytest.mark.parametrize("hook", hooks.HOOKS, ids=lambda hook: hook.target.rpartition(":")[2])
 def test_vllm_still_has_the_hooked_symbol_as_expected(hook: hooks.Hook) -> None:
     if current_platform.is_cpu():  # what the CPU worker does before it loads the runner
         importlib.import_module("vllm.v1.worker.cpu.shm")
@@ -70,7 +73,7 @@ def test_vllm_still_has_the_hooked_symbol_as_expected(hook: hooks.Hook) -> None:
     assert all((hook.why, hook.what, hook.upstream, hook.when))
 
 
-@pytest.mark.parametrize("hook", LEDGER, ids=lambda hook: hook.target.rpartition(":")[2])
+@pytest.mark.parametrize("hook", hooks.HOOKS, ids=lambda hook: hook.target.rpartition(":")[2])
 def test_wrapper_takes_the_original_and_its_arguments(hook: hooks.Hook) -> None:
     parameters = list(inspect.signature(hook.function()).parameters.values())
     assert parameters[0].name == "original"
@@ -163,11 +166,11 @@ def test_a_missing_symbol_is_named(target: str) -> None:
 
 def test_a_hook_that_does_not_fit_disables_only_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "_reasons", [])
-    (hook,) = [one for one in hooks.HOOKS if one.target.endswith("update_from_output")]
-    changed = dataclasses.replace(hook, expects="(self)", wrapper="scheduler:chain_view")
+    (hook,) = [one for one in hooks.HOOKS if one.target.endswith("process_inputs")]
+    changed = dataclasses.replace(hook, expects="(self)", wrapper="requests:check_budget")
     monkeypatch.setattr(hooks, "HOOKS", (*hooks.HOOKS, changed))
     hooks.apply_all()
-    with pytest.raises(compat.UnsupportedVllmError, match="update_from_output"):
+    with pytest.raises(compat.UnsupportedVllmError, match="process_inputs"):
         hooks.require_all()
 
 
@@ -187,36 +190,38 @@ def _engine_with(settings: Any) -> Any:
     return SimpleNamespace(speculative_config=settings)
 
 
-class Core:
-    """A scheduler as far as the hooks look."""
-
-    log_stats = True
-
-    def __init__(self, settings: Any, **requests: Any) -> None:
-        self.vllm_config = _engine_with(settings)
-        self.num_spec_tokens = NODES
-        self.requests = requests
-        self.running = list(requests.values())
-        self.waiting: list[Any] = []
-        self.kv_holding_waiting: list[Any] = []
-        self.pause_state = PauseState.UNPAUSED
-        self.max_num_scheduled_tokens = 2048
-        self.max_num_running_reqs = self.max_num_active_reqs = 4096
-        self.scheduler_config = SimpleNamespace(
+def Core(settings: Any, **requests: Any) -> Any:
+    """Our scheduler as far as its own methods look."""
+    blocks: dict[str, list[int]] = {}
+    group = SimpleNamespace(block_size=16, req_to_blocks=blocks)
+    core: Any = make_core(
+        vllm_config=_engine_with(settings),
+        structured_output_manager=SimpleNamespace(),
+        log_stats=True,
+        num_spec_tokens=NODES,
+        requests=requests,
+        running=list(requests.values()),
+        waiting=[],
+        kv_holding_waiting=[],
+        _pause_state=PauseState.UNPAUSED,
+        max_num_scheduled_tokens=2048,
+        max_num_running_reqs=4096,
+        max_num_active_reqs=4096,
+        scheduler_config=SimpleNamespace(
             long_prefill_token_threshold=0, prefill_schedule_interval=1
-        )
-        self.dynamic_sd_lookup: list[int] | None = None
-        self.num_lookahead_tokens, self.max_model_len = GAMMA + 1, 4096
-        self.blocks: dict[str, list[int]] = {}
-        self.free = 1 << 20
-        group = SimpleNamespace(block_size=16, req_to_blocks=self.blocks)
-        self.kv_cache_manager = SimpleNamespace(
+        ),
+        dynamic_sd_lookup=None,
+        num_lookahead_tokens=GAMMA + 1,
+        max_model_len=4096,
+        has_mamba_layers=False,
+        blocks=blocks,
+        free=1 << 20,
+        kv_cache_manager=SimpleNamespace(
             coordinator=SimpleNamespace(single_type_managers=[group]),
-            block_pool=SimpleNamespace(get_num_free_blocks=lambda: self.free),
-        )
-
-    def make_spec_decoding_stats(self, *args: Any, **kwargs: Any) -> Any:
-        return Scheduler.make_spec_decoding_stats(self, *args, **kwargs)  # type: ignore[arg-type]
+            block_pool=SimpleNamespace(get_num_free_blocks=lambda: core.free),
+        ),
+    )
+    return core
 
 
 def test_lookahead_follows_the_drafter_only_for_bastion() -> None:
@@ -251,15 +256,6 @@ def test_a_step_that_drafts_nothing_has_no_statistics() -> None:
     assert core.make_spec_decoding_stats(None, NODES, 0, {"r": NODES}, "r") is None
 
 
-def test_statistics_of_other_methods_are_vllms() -> None:
-    core = Core(None)
-    stats = core.make_spec_decoding_stats(None, 64, 5, {"r": 4}, "r")
-    assert type(stats) is SpecDecodingStats
-    assert (stats.num_spec_tokens, stats.num_draft_tokens) == (NODES, 60)
-    core.log_stats = False
-    assert core.make_spec_decoding_stats(None, 64, 5, None, "r") is None
-
-
 def test_statistics_travel_to_the_front_end() -> None:
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -278,8 +274,15 @@ def test_prometheus_has_one_counter_per_depth(monkeypatch: pytest.MonkeyPatch) -
         return prometheus_client.Counter(registry=registry, **kwargs)
 
     monkeypatch.setattr(SpecDecodingProm, "_counter_cls", staticmethod(counter))
-    metrics = SpecDecodingProm(_settings(), ["model_name", "engine"], {0: ["tiny", "0"]})
-    depth = _settings().tree_depth
+    depth, made = _settings().tree_depth, []
+
+    def original(manager: Any, vllm_config: Any) -> None:
+        labels = ["model_name", "engine"]
+        made.append(SpecDecodingProm(vllm_config.speculative_config, labels, {0: ["tiny", "0"]}))
+
+    monkeypatch.setenv("VLLM_BASTION_TELEMETRY", "0")
+    stat_logger_manager_init(original, SimpleNamespace(), _engine_with(_settings()))
+    (metrics,) = made
     stats = scheduler.TreeSpecDecodingStats.new(depth)
     stats.observe_draft(60, 5)
     metrics.observe(stats)
@@ -316,30 +319,28 @@ def test_nodes_that_were_not_verified_are_not_counted() -> None:
     output, seen = _scheduled(a=64, b=64, c=15), []
     output.num_invalid_spec_tokens = {"c": 5}
 
-    def original(core: Any, scheduler_output: Any, runner_output: Any) -> str:
+    def original(scheduler_output: Any, runner_output: Any) -> str:
         seen.append(dict(scheduler_output.num_invalid_spec_tokens))
         return "result"
 
     runner_output = _reported({"a": 60, "c": 12})
     core = Core(_settings())
-    assert scheduler.update_from_output(original, core, output, runner_output) == "result"
+    assert call(core, "update_from_output", original, output, runner_output) == "result"
     assert seen == [{"a": 4, "b": 64, "c": 5}]
 
 
-@pytest.mark.parametrize("settings, drafts", [(None, {"a": 64}), (_settings(), {})])
-def test_counts_stay_where_nothing_was_drafted_or_the_method_is_off(
-    settings: Any, drafts: dict[str, int]
-) -> None:
-    output = _scheduled(**drafts)
-    scheduler.update_from_output(lambda *_: None, Core(settings), output, SimpleNamespace())
+def test_counts_stay_where_nothing_was_drafted() -> None:
+    output = _scheduled()
+    call(Core(_settings()), "update_from_output", lambda *_: None, output, SimpleNamespace())
     assert output.num_invalid_spec_tokens is None
 
 
 def test_a_step_with_drafts_must_say_what_it_verified() -> None:
     with pytest.raises(MissingCarrierError, match="lost the StepReport"):
-        scheduler.update_from_output(
-            lambda *_: None, Core(_settings()), _scheduled(a=64), SimpleNamespace()
-        )
+        call(
+            Core(_settings()), "update_from_output", lambda *_: None,
+            _scheduled(a=64), SimpleNamespace(),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("plan", [False, True])
@@ -383,11 +384,11 @@ def _request(grammar: bool = False, drafts: int = 0, **more: int) -> Any:
     return SimpleNamespace(use_structured_output=grammar, spec_token_ids=[-1] * drafts, **given)
 
 
-def _step(core: Core, admitted: int = 0, tokens: int = 0) -> dict[str, int]:
+def _step(core: Any, admitted: int = 0, tokens: int = 0) -> dict[str, int]:
     """Run the hook; returns the placeholders that vLLM's `schedule` finds."""
     found: dict[str, int] = {}
 
-    def original(given: Any, throttle_prefills: bool) -> Any:
+    def original(throttle_prefills: bool) -> Any:
         assert throttle_prefills
         found.update({k: len(r.spec_token_ids) for k, r in core.requests.items()})
         return SimpleNamespace(
@@ -396,7 +397,7 @@ def _step(core: Core, admitted: int = 0, tokens: int = 0) -> dict[str, int]:
             scheduled_spec_decode_tokens={},
         )
 
-    scheduler.schedule(original, core, True)
+    call(core, "schedule", original, True)
     return found
 
 
@@ -431,7 +432,7 @@ def test_nothing_is_scheduled_for_trees_that_are_not_drafted() -> None:
     output = _scheduled(a=NODES, b=NODES)
     for drafting in (False, True):
         said = _reported({"a": 3}, drafting)
-        scheduler.update_from_output(lambda *_: None, core, output, said)
+        call(core, "update_from_output", lambda *_: None, output, said)
         for request in core.running:
             request.spec_token_ids = [-1] * NODES
         assert set(_step(core).values()) == {NODES if drafting else 0}
@@ -441,7 +442,7 @@ def test_what_was_verified_says_how_many_are_wanted() -> None:
     core = Core(_settings(), a=_request(), b=_request())
     said = _reported({"a": 40, "b": 2, "gone": 5})
     output = _scheduled(a=NODES, b=NODES, gone=NODES)
-    scheduler.update_from_output(lambda *_: None, core, output, said)
+    call(core, "update_from_output", lambda *_: None, output, said)
     assert RequestState.of(core.requests["a"]).wanted_placeholders == 80
     assert RequestState.of(core.requests["b"]).wanted_placeholders == 2 + GAMMA
 
@@ -453,36 +454,43 @@ def test_a_request_with_a_grammar_gets_63_placeholders_at_most() -> None:
     assert set(core.dynamic_sd_lookup) == {NODES}
 
 
-def test_requests_of_other_methods_keep_their_placeholders() -> None:
-    core = Core(None, g=_request(True, drafts=NODES))
-    assert _step(core) == {"g": NODES} and core.dynamic_sd_lookup is None
-
-
 @pytest.mark.parametrize("nodes", [NODES, 3])
 @pytest.mark.parametrize(("lookup", "depth"), [(False, GAMMA), (True, 31)])
 def test_bitmasks_are_sized_by_depth(nodes: int, lookup: bool, depth: int) -> None:
-    given: list[Any] = []
     settings = _settings()
     settings.num_speculative_tokens, settings.bastion_lookup = nodes, lookup
-    depth = min(max(GAMMA, nodes), depth)
-    engine = _engine_with(settings)
-    manager = SimpleNamespace()
-    scheduler.structured_output_init(lambda _, config: given.append(config), manager, engine)
-    assert GrammarLimits.of(manager).max_drafts == min(nodes, 63)
-    assert given[0].speculative_config.num_speculative_tokens == min(nodes, depth)
-    assert engine.speculative_config.num_speculative_tokens == nodes
-    other = _engine_with(None)
-    scheduler.structured_output_init(lambda _, config: given.append(config), object(), other)
-    assert given[1] is other
+    core, depth = Core(settings), min(max(GAMMA, nodes), depth)
+    view = core.structured_output_manager.vllm_config.speculative_config
+    assert view.num_speculative_tokens == min(nodes, depth)
+    assert core.vllm_config.speculative_config.num_speculative_tokens == nodes
 
 
-def test_the_worker_installs_the_adapters_only_for_bastion(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_bastion.hooks import worker
+def test_tokens_behind_a_stop_do_not_count_as_computed() -> None:
+    """A connector sends the cache of as many tokens as were computed."""
+    core = Core(_settings())
+    for hybrid, expected in ((False, 29), (True, 40)):
+        request = _request(num_computed_tokens=40, num_output_placeholders=3)
+        core.has_mamba_layers, request.resumable = hybrid, False
+        assert core._handle_stopped_request(request)
+        assert request.num_computed_tokens == expected
 
-    order: list[Any] = []
-    monkeypatch.setattr(worker, "install_adapters", lambda config: order.append(config))
-    off, on = _engine_with(None), _engine_with(_settings())
-    for engine in (off, on):
-        wrapper = SimpleNamespace(vllm_config=engine)
-        worker.init_device(lambda _: order.append("device"), wrapper)
-    assert order[0] == "device" and order[1] is on and order[2:] == ["device"]
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_engine_builds_our_scheduler_and_worker(ahead: bool) -> None:
+    def config(**changes: Any) -> Any:
+        given = {"scheduler_cls": None, "worker_cls": "vllm.v1.worker.gpu_worker.Worker", **changes}
+        return SimpleNamespace(
+            scheduler_config=SimpleNamespace(
+                async_scheduling=ahead, scheduler_cls=given["scheduler_cls"]
+            ),
+            parallel_config=SimpleNamespace(worker_cls=given["worker_cls"]),
+        )
+
+    ours = config()
+    use_own_classes(ours)
+    assert resolve_name(ours.parallel_config.worker_cls).__mro__[1] is Worker
+    found = resolve_name(ours.scheduler_config.scheduler_cls)
+    assert issubclass(found, AsyncScheduler) == ahead and issubclass(found, Scheduler)
+    for name in ("scheduler_cls", "worker_cls"):
+        with pytest.raises(BastionConfigError, match=name.replace("_", "-")):
+            use_own_classes(config(**{name: "mine.Own"}))

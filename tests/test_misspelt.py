@@ -6,11 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 
 from helpers import engine_config, is_one_sentence, is_refused
+from vllm_bastion.hooks.requests import check_budget
 from vllm_bastion.validate import BastionConfigError
 from vllm_bastion.validate.arguments import refuse_other_spelling
 
@@ -55,9 +55,7 @@ def test_the_drafter_is_split_as_the_target_is(pair: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("key", ["bastion_buget", "bastion_top_k", "bastionbudget"])
-def test_a_requests_misspelt_budget_is_refused(key: str, pair: tuple[str, str]) -> None:
-    engine = engine_config(pair)
-    params = SamplingParams(extra_args={key: 1})
+def test_a_requests_misspelt_budget_is_refused(key: str) -> None:
     with pytest.raises(VLLMValidationError) as refused:
-        params.verify(engine.model_config, engine.speculative_config, None, None)
+        check_budget({key: 1}, most=32)
     is_one_sentence(str(refused.value), f'"{key}"', '"bastion_budget"')

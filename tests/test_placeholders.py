@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.scheduler_core import call
 from tests.test_hooks import NODES, Core, _request, _settings, _step
 from vllm_bastion import plugin
 from vllm_bastion.carriers import SchedulerState, StepPlan
-from vllm_bastion.hooks import scheduler
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,5 +88,5 @@ def test_workers_do_not_draft_for_a_step_that_prompts_will_fill(
     output = SimpleNamespace(
         scheduled_new_reqs=[], total_num_scheduled_tokens=101, scheduled_spec_decode_tokens={}
     )
-    scheduler.schedule(lambda *_: output, core)
+    call(core, "schedule", lambda _: output, False)
     assert StepPlan.of(output).backlog == backlog

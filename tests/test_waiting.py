@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is scheduled beside trees: vLLM's own schedulers, with our hooks and no model."""
+"""What is scheduled beside trees: our schedulers, without a model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import pytest
 import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -23,6 +21,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from benchmarks import TINY
 from vllm_bastion import plugin
 from vllm_bastion.carriers import StepReport
+from vllm_bastion.hooks.scheduler import BastionAsyncScheduler, BastionScheduler, TreeScheduler
 
 NODES, ROWS, BLOCKS = 64, 128, 4096
 SOON = 40  # steps; the others take 300
@@ -31,7 +30,7 @@ SOON = 40  # steps; the others take 300
 class Loop:
     """A scheduler, and a runner that accepts no draft token."""
 
-    def __init__(self, kind: type[Scheduler], max_model_len: int = 1024) -> None:
+    def __init__(self, kind: type[TreeScheduler], max_model_len: int = 1024) -> None:
         plugin.register()
         settings = {
             "method": "bastion",
@@ -53,7 +52,7 @@ class Loop:
             block_size=16,
         )
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
-        self._ahead = int(kind is AsyncScheduler)
+        self._ahead = int(kind is BastionAsyncScheduler)
 
     def add(self, name: str, max_tokens: int = 3, **more: Any) -> Request:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -64,10 +63,6 @@ class Loop:
     def step(self) -> SchedulerOutput:
         """Schedule a step, and hand in the output of the one that has ended."""
         step = self.scheduler.schedule()
-        self._end(step)
-        return step
-
-    def _end(self, step: SchedulerOutput) -> None:
         names = list(step.num_scheduled_tokens)
         tokens = [[] if self.scheduler.requests[n].is_prefill_chunk else [7] for n in names]
         output = ModelRunnerOutput(names, {n: i for i, n in enumerate(names)}, tokens)
@@ -80,18 +75,14 @@ class Loop:
             if not self._ahead:
                 drafts = DraftTokenIds(names, [[-1] * NODES for _ in names])
                 self.scheduler.update_draft_token_ids(drafts)
+        return step
 
     def comes_in(self, name: str) -> bool:
         """Whether the request has rows soon."""
-        for _ in range(SOON):
-            step = self.scheduler.schedule()
-            if name in step.num_scheduled_tokens:
-                return True
-            self._end(step)
-        return False
+        return any(name in self.step().num_scheduled_tokens for _ in range(SOON))
 
 
-@pytest.fixture(params=[Scheduler, AsyncScheduler])
+@pytest.fixture(params=[BastionScheduler, BastionAsyncScheduler])
 def loop(request: pytest.FixtureRequest) -> Loop:
     """Four requests decode with trees whose placeholders could fill every step."""
     loop = Loop(request.param)
@@ -127,8 +118,8 @@ def test_a_request_that_came_during_a_pause(loop: Loop) -> None:
     assert loop.comes_in("new")
 
 
-@pytest.mark.parametrize("kind", [Scheduler, AsyncScheduler])
-def test_steps_follow_each_other_up_to_the_models_length(kind: type[Scheduler]) -> None:
+@pytest.mark.parametrize("kind", [BastionScheduler, BastionAsyncScheduler])
+def test_steps_follow_each_other_up_to_the_models_length(kind: type[TreeScheduler]) -> None:
     loop = Loop(kind, max_model_len=2 * NODES)
     request = loop.add("long", max_tokens=2 * NODES)
     nodes = []

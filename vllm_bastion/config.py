@@ -59,9 +59,10 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     bastion_budget_timing: Literal["auto", "exact", "lagged"] = "auto"
     """exact: a step is sized by its own scores, for which the host waits. lagged: by the previous
     step's. auto: lagged on CUDA, exact on a CPU or with LoRA."""
-    bastion_latency_model: Literal["table", "ema_table", "static", "ema", "ema_calib"] = "ema_table"
-    """Cost model of a step; leave as is. table: as measured. static: a roofline, calibrated by it.
-    ema_table, ema_calib: the same, corrected in service. ema: the bare roofline, corrected."""
+    bastion_latency_model: Literal["profile", "static", "ema", "ema_calib"] = "profile"
+    """What a step costs by its rows; leave as is. profile: as vLLM's own passes were timed at the
+    start. The paper's estimators: static (a calibrated roofline), ema (a bare one, corrected in
+    service), ema_calib (both)."""
     bastion_drafter_weights: Literal["auto", "checkpoint", "fp8"] = "auto"
     """auto: int8 on a CPU that multiplies it (VNNI) for a bf16 model, else unchanged. checkpoint:
     unchanged. fp8: the layers' weights in fp8 on a GPU, as with vLLM's `quantization`."""

@@ -15,10 +15,6 @@ from benchmarks.harness.decoder import Completion, Run, count, first_difference
 from benchmarks.probes import SeenTree
 
 WIDTH = 100
-_ROUNDING = (
-    " Texts differ where two tokens are equally good within bf16's rounding, which depends on the"
-    ' shape of the batch (README, "What lossless means").'
-)
 _MAX_TREE_LINES = 40
 _COLOURS = {"accepted": "32;1", "rejected": "0", "note": "2", "title": "1"}
 
@@ -63,12 +59,9 @@ def print_numbers(
         " prompts; verified: mean draft tokens (tree nodes) in one. In each step bastion chose the"
         f" number of nodes, at most {nodes}, by the step costs that it measured at its start;"
         f" dflash drafts {pair.chain} tokens. Plain and dflash run without this plugin. Seconds are"
-        f" one run of eager engines, in {pair.dtype}: the README has the table of many prompts in"
+        " one run of eager engines, in float32: the README has the table of many prompts in"
         f" vLLM's default mode. {pair.note}"
     )
-    ids = [[done.token_ids for done in run.completions] for run in runs.values()]
-    if pair.dtype == "bfloat16" and ids.count(ids[0]) < len(ids):
-        notes += _ROUNDING
     print(style("note", _fill(notes)))
 
 

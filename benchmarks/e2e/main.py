@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from transformers import AutoTokenizer
-from vllm_bastion.policy.cost.devices import device_name
 
 import benchmarks.e2e
 from benchmarks import TINY, parser_of
@@ -40,7 +39,7 @@ from benchmarks.e2e.store import Round, Store, StoreError, read_rows
 from benchmarks.harness.engine import UserEngine
 from benchmarks.pairs import REAL, longer, pair_dtype, pair_folder
 from benchmarks.prompts import DataError, Prompt, load_jsonl
-from benchmarks.provenance import provenance, without_folders
+from benchmarks.provenance import device_name, provenance, without_folders
 
 # Slots of a context beyond prompts and replies; lengths are rounded up, because vLLM compiles again
 # for each.
@@ -131,7 +130,7 @@ def run(given: argparse.Namespace, argv: Sequence[str]) -> Store:
         methods, prompts, given.temperatures, given.concurrency, given.tokens, given.seed,
         given.ignore_eos, given.round, given.passes, alive,
     )  # fmt: skip
-    source = provenance(without_folders(argv)) | {"device": device_name("cpu" if cpu else "cuda")}
+    source = provenance(without_folders(argv)) | {"device": device_name(cpu)}
     header = {"provenance": source, "name": given.pair or Path(what.target).name}
     store = Store(given.out, _settings(given) | {"alive": alive}, header)
     store.append(*({"kind": "gap", "set": name, "reason": why} for name, why in gaps.items()))

@@ -197,13 +197,20 @@ def config_of(name: str) -> dict[str, Any]:
 def groups(names: Sequence[str], alive: int) -> list[list[str]]:
     """Split names into groups of engines that live side by side, plain decoding in each.
 
-    With one engine at a time, each is a group of its own, and plain decoding is the first.
+    A method stays with itself in another checkout, even where that is one engine too many. With one
+    engine at a time, each is a group of its own, and plain decoding is the first.
     """
-    others = [name for name in names if name != PLAIN]
     if alive < 2:
-        return [[PLAIN], *([name] for name in others)]
-    size = alive - 1
-    return [[PLAIN, *others[i : i + size]] for i in range(0, max(1, len(others)), size)]
+        return [[PLAIN], *([name] for name in names if name != PLAIN)]
+    units: dict[str, list[str]] = {}
+    for name in names:
+        units.setdefault(name.partition(" @ ")[0], []).append(name)
+    found = [units.pop(PLAIN)]
+    for own in units.values():
+        if len(found[-1]) > 1 and len(found[-1]) + len(own) > alive:
+            found.append([PLAIN])
+        found[-1] += own
+    return found
 
 
 def reference_of(method: Method, temperature: float, ran: Sequence[str]) -> str | None:

@@ -249,16 +249,3 @@ def keep_busy(
             begun(name)
             engine.add_request(name, request.vllm_prompt(), request.sampling_params())
         yield engine.step()
-
-
-def watch_times(timer: Any, note: Callable[[Any], None]) -> None:
-    """Call `note` with the `StepTimes` of each whole step that an engine's timer completes."""
-    completed = timer.completed
-
-    def watched() -> Iterator[Any]:
-        for step in completed():
-            if step.total_ms is not None:
-                note(step)
-            yield step
-
-    timer.completed = watched

@@ -15,7 +15,6 @@ from bastion_kernels import (
     accept_path,
     ancestor_bits,
     bind_slots,
-    bind_tails,
     context_rows,
     expand_best_first,
     gather_rows,
@@ -86,7 +85,7 @@ class Step:
         states = [normal(rows, model.hidden).to(model.dtype) for _ in range(5)]
         gathered = [torch.empty_like(state[:count]) for state in states]
         chosen = torch.randperm(rows, generator=torch.Generator().manual_seed(1))[:count]
-        bound, tails, placed, base, emitted = longs(reqs), empty(reqs), longs(rows), empty(), ones
+        bound, tails, placed = longs(reqs), empty(reqs), longs(rows)
         self.ops: dict[str, tuple[Any, Sequence[Any], Sequence[Tensor]]] = {
             "topk": (topk_logprobs, (logits, top_k, *flat), flat),
             "expand": (
@@ -101,7 +100,7 @@ class Step:
                 sizes,
             ),
             "mask": (ancestor_bits, (parents, slots, bits), (bits,)),
-            "bind_tails": (bind_tails, (slots, starts, bound, tails), (bound, tails)),
+            "bind_tails": (bind_slots, (slots, bound, tails, starts), (bound, tails)),
             "positions": (
                 tree_positions, (positions, depths, slots, starts, starts, placed), (placed,)
             ),
@@ -113,9 +112,7 @@ class Step:
                 (source, kept, rejected),
             ),
             "gather": (gather_rows, (states, chosen.to(device), gathered), gathered),
-            "bind_slots": (
-                bind_slots, (slots, counts, bound, base, emitted.clone()), (bound, base)
-            ),
+            "bind_slots": (bind_slots, (slots, bound), (bound,)),
         }  # fmt: skip
         self.device = device
 

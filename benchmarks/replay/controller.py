@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many draft nodes to verify: the rule of `bastion_kernels.choose_budget`, on the host.
+"""How many draft nodes to verify: the rule of `engine.budget`, for a whole batch at once.
 
 Best-first expansion sorts a tree's nodes by path score rho, and any prefix of them is a tree, so
 the decision for a request is one number. Nodes of all requests compete by rho. With R requests and
@@ -7,8 +7,7 @@ the decision for a request is one number. Nodes of all requests compete by rho. 
 
     S(n) = (R + sum of the n best rho) / C(base_rows + n)          tokens per millisecond
 
-and N* = argmax S, the smallest of equals. The op gives the counts alone, in float32; the tests
-compare the two.
+and N* = argmax S, the smallest of equals.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from vllm_bastion.policy.cost.table import CostArray
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Budget:
 
 
 def choose_budget(
-    rho: ArrayLike, limits: ArrayLike, cost_ms: CostArray, base_rows: int, total: int | None = None
+    rho: ArrayLike, limits: ArrayLike, cost_ms: ArrayLike, base_rows: int, total: int | None = None
 ) -> Budget:
     """The budget of a batch whose nodes compete for one step (see the module).
 
@@ -55,11 +53,11 @@ def choose_budget(
     order = np.argsort(-scores.ravel()[flat], kind="stable")  # ties: the lower row first
     owners = flat[order] // max(num_columns, 1)
     expected = num_reqs + np.concatenate([[0.0], np.cumsum(scores.ravel()[flat][order])])
-    base_rows = min(base_rows, len(cost_ms) - 1)
-    most = min(len(owners), len(cost_ms) - 1 - base_rows)
+    costs = np.asarray(cost_ms, dtype=np.float64)
+    base_rows = min(base_rows, len(costs) - 1)
+    most = min(len(owners), len(costs) - 1 - base_rows)
     if total is None:
-        cost = cost_ms[base_rows : base_rows + most + 1].astype(np.float64)
-        total = int(np.argmax(expected[: most + 1] / cost))
+        total = int(np.argmax(expected[: most + 1] / costs[base_rows : base_rows + most + 1]))
     total = min(total, most)
     counts = np.bincount(owners[:total], minlength=num_reqs).astype(np.int32)
     return Budget(counts, float(expected[total]))

@@ -16,37 +16,22 @@ rows of 8 experts each meet if they choose evenly, 128 (1 - (1 - 8/128)^n). The 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from vllm_bastion.policy.cost.devices import DeviceSpec, known_device
-from vllm_bastion.policy.cost.latency import LatencyModel, LatencyName
-from vllm_bastion.policy.cost.models import make_latency
-from vllm_bastion.policy.cost.paper import CalibratedRoofline, ModelShape, Roofline, calibrate
-from vllm_bastion.policy.cost.table import StepCostTable
-
-from benchmarks.harness.decoder import model_runner
+from benchmarks.replay.table import StepCostTable
 
 _LOW, _HIGH = (32, 22.0), (1024, 55.9)
 _DRAFTER_MS = 22.0 * 5 / 36
 _GB_PER_MS = 2.3
-# Qwen3-8B in the notation of the paper's table, from its published config
-_QWEN3_8B = ModelShape(36, 4096, 32, 8, 128, 12288, 151936)
 
 
 @dataclass(frozen=True)
 class CostSource:
-    """A named cost table, and its calibrated roofline if it has one."""
+    """A named cost table."""
 
     name: str
     table: StepCostTable
-    calibrated: CalibratedRoofline | None
-
-    def latency(self, name: LatencyName) -> LatencyModel:
-        bare = self.calibrated.roofline if self.calibrated else None
-        return make_latency(name, self.table, roofline=bare, calibrated=self.calibrated)
 
 
 def paper_a100(max_rows: int) -> CostSource:
@@ -55,8 +40,7 @@ def paper_a100(max_rows: int) -> CostSource:
     rows = [1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
     samples = [(n, 0, _LOW[1] + slope * max(0, n - _LOW[0])) for n in rows]
     table = StepCostTable(samples, [(1, _DRAFTER_MS)], 0.0, max_rows=max_rows)
-    device = known_device("NVIDIA A100 80GB PCIe")
-    return CostSource("paper's A100", table, calibrate(Roofline(_QWEN3_8B, device), table.samples))
+    return CostSource("paper's A100", table)
 
 
 def mixture_of_experts(max_rows: int) -> CostSource:
@@ -68,9 +52,7 @@ def mixture_of_experts(max_rows: int) -> CostSource:
 
     rows = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512]
     samples = [(n, 0, ms(n)) for n in (*rows, max_rows)]
-    return CostSource(
-        "mixture of experts", StepCostTable(samples, [(1, 1.0)], max_rows=max_rows), None
-    )
+    return CostSource("mixture of experts", StepCostTable(samples, [(1, 1.0)], max_rows=max_rows))
 
 
 def from_profile(name: str, path: Path, max_rows: int) -> CostSource:
@@ -79,41 +61,15 @@ def from_profile(name: str, path: Path, max_rows: int) -> CostSource:
     Raises ValueError: it is not such a file.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        calibrated = _calibrated(data["calibrated"]) if data["calibrated"] else None
-        table = table_of(data["table"], max_rows, calibrated)
+        given = json.loads(path.read_text(encoding="utf-8"))["table"]
+        table = StepCostTable(
+            given["samples"],
+            given["drafter_samples"],
+            given["aux_ms"],
+            max_rows=max_rows,
+            captured_sizes=given["captured_sizes"],
+            plain_aux_ms=given["plain_aux_ms"],
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no step costs: {error!r}") from error
-    return CostSource(name, table, calibrated)
-
-
-def measured(llm: Any) -> Callable[[], tuple[dict[str, Any], CalibratedRoofline | None]]:
-    """A probe of `harness.engine.Engine`: what bastion measured at its start, and the roofline."""
-    table = model_runner(llm).speculator.runtime.controller.latency.table
-    return lambda: (numbers_of(table), table.carrier)
-
-
-def numbers_of(table: StepCostTable) -> dict[str, Any]:
-    """What was measured, as JSON has it."""
-    return {
-        "samples": [list(sample) for sample in table.samples],
-        "drafter_samples": [list(sample) for sample in table.drafter_samples],
-        "position_samples": [list(sample) for sample in table.position_samples],
-        "aux_ms": table.aux_ms,
-        "plain_aux_ms": table.plain_aux_ms,
-        "captured_sizes": list(table.captured_sizes),
-    }
-
-
-def table_of(
-    numbers: dict[str, Any], max_rows: int, carrier: CalibratedRoofline | None = None
-) -> StepCostTable:
-    """The table of `numbers_of`, for an engine with at most `max_rows` rows in a step."""
-    given = {name: value for name, value in numbers.items() if name != "max_rows"}
-    return StepCostTable(**given, max_rows=max_rows, carrier=carrier)
-
-
-def _calibrated(data: dict[str, Any]) -> CalibratedRoofline:
-    bare = data["roofline"]
-    roofline = Roofline(ModelShape(**bare["shape"]), DeviceSpec(**bare["device"]))
-    return CalibratedRoofline(**(data | {"roofline": roofline}))
+    return CostSource(name, table)

@@ -13,18 +13,16 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import numpy as np
-from vllm_bastion.policy.cost.table import StepCostTable
-from vllm_bastion.step_times import StepTimes
 
 from benchmarks.replay.recording import Recording
 from benchmarks.replay.steps import StepTree, best_first, target_ranks
+from benchmarks.replay.table import StepCostTable
 
 
 @dataclass(frozen=True)
 class Request:
     """One request of a recording: positions 1 .. last, one recorded step each."""
 
-    index: int
     domain: str
     first_step: int
     last: int
@@ -101,8 +99,8 @@ class Policy:
         """
         return drafted
 
-    def timed(self, step: StepTimes) -> None:
-        """The times of that step, as the engine measures them; by default nothing is learned."""
+    def timed(self, ms: float) -> None:
+        """The time of that step, as the engine measures it; by default nothing is learned."""
 
 
 @dataclass
@@ -129,24 +127,21 @@ class Truth:
 
     def step_ms(
         self, rows: int, num_reqs: int, context_len: float, drafted: bool, ends_with_draft: bool
-    ) -> tuple[float, StepTimes]:
+    ) -> tuple[float, float]:
         """What a step takes in ms with its own draft, and what is measured with the next one's."""
         table = self.table
         forward = float(table.forward_ms(num_reqs, context_len)[min(rows, table.max_rows)])
         draft_ms = self.tree * table.drafter_ms(num_reqs)
         if drafted:
-            factor, undrafted_ms = self.tree, self.tree * (forward + table.aux_ms)
+            undrafted_ms = self.tree * (forward + table.aux_ms)
         else:
-            factor, undrafted_ms = self.plain, self.plain * (forward + table.plain_aux_ms)
+            undrafted_ms = self.plain * (forward + table.plain_aux_ms)
         total = undrafted_ms + drafted * draft_ms
         error = max(0.1, 1.0 + self.noise * self._rng.standard_normal()) if self.noise else 1.0
         if self.stalls and self._rng.random() < self.stalls:
             error *= 10.0
         # Noise and stalls affect only what is measured, not what policies are compared by.
-        forward *= error * factor
-        measured = error * (undrafted_ms + ends_with_draft * draft_ms)
-        times = StepTimes(rows, num_reqs, context_len, drafted, ends_with_draft, forward, measured)
-        return total, times
+        return total, error * (undrafted_ms + ends_with_draft * draft_ms)
 
 
 @dataclass

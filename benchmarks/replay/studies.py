@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.replay.costs import CostSource
-from benchmarks.replay.policies import Adaptive, Fixed, Plain
+from benchmarks.replay.policies import Fixed, Gated, Plain
 from benchmarks.replay.simulation import Corpus, Policy, Request, Truth, simulate
 
 # A policy for a corpus and costs, made anew for each replay because it learns.
@@ -32,16 +32,15 @@ _CHANGES = {
 }
 
 
-def _controller(lagged: bool) -> Maker:
+def _gated(lagged: bool) -> Maker:
     def make(corpus: Corpus, source: CostSource) -> Policy:
-        latency = source.latency("ema_table")
-        return Adaptive(corpus, latency, max_nodes=_GATE_NODES, lagged=lagged)
+        return Gated(corpus, source.table, max_nodes=_GATE_NODES, lagged=lagged)
 
     return make
 
 
 # What the product does: exact where the host can wait for a step's scores, lagged on a GPU.
-PRODUCT: dict[str, Maker] = {"exact": _controller(False), "lagged": _controller(True)}
+PRODUCT: dict[str, Maker] = {"exact": _gated(False), "lagged": _gated(True)}
 
 
 def gate_study(

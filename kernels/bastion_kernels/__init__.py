@@ -25,16 +25,16 @@ from bastion_kernels.attention.mask import ancestor_bits, tree_positions
 from bastion_kernels.attention.tree_attention import AttentionLayer, AttentionStep
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
 from bastion_kernels.draft.best_first import CopyRows, expand_best_first
-from bastion_kernels.draft.budget import choose_budget, take_best
 from bastion_kernels.draft.find_copy import find_copy
 from bastion_kernels.draft.mix_copy import copy_chances, copy_priors, mix_copy
+from bastion_kernels.draft.take_best import take_best
 from bastion_kernels.draft.topk_logprobs import topk_logprobs, topk_partial
 from bastion_kernels.draft.topk_merge import merge_topk
 from bastion_kernels.gated_delta.blocks import StateBlocks, find_commits, find_states
 from bastion_kernels.gated_delta.recurrence import gated_delta_commit, gated_delta_tree
 from bastion_kernels.gated_delta.short_conv import short_conv_commit, short_conv_tree
 from bastion_kernels.gated_delta.states import LayerStates
-from bastion_kernels.rows import bind_slots, bind_tails, context_rows
+from bastion_kernels.rows import bind_slots, context_rows
 
 __all__ = [
     "AttentionLayer",
@@ -49,8 +49,6 @@ __all__ = [
     "ancestor_bits",
     "ancestor_tokens",
     "bind_slots",
-    "bind_tails",
-    "choose_budget",
     "context_rows",
     "copy_chances",
     "copy_priors",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Index arithmetic between the large ops: one launch each, instead of several in PyTorch.
 
-`bind_slots` and `bind_tails` store the request slot of every batch row, for the drafter and for the
-target. `context_rows` lists the rows of a verified batch that become the drafter's context: for
+`bind_slots` stores the request slot of every batch row, for the drafter and for the target.
+`context_rows` lists the rows of a verified batch that become the drafter's context: for
 request r the rows before its root, then its accepted path. With d = i - rows_before[r],
 
     source[context_start[r] + i] = root + d             for d < 0
@@ -30,20 +30,15 @@ _BLOCK = 128
 @triton.jit(
     do_not_specialize=["reqs"],
     # slices that start anywhere in longer buffers: one variant for all alignments
-    do_not_specialize_on_alignment=["idx_mapping", "cu_num_logits", "num_sampled"],
+    do_not_specialize_on_alignment=["idx_mapping", "cu_num_logits"],
 )
 def _bind_kernel(
     idx_mapping,
     cu_num_logits,
-    num_sampled,
     slots,
     tail_lens,
-    base_rows,
-    emitted,
     reqs,
     total,
-    WITH_TAILS: tl.constexpr,
-    WITH_TREES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Grid: (S / BLOCK,)."""
@@ -52,18 +47,13 @@ def _bind_kernel(
     m_r = o_r < reqs
     b_slot = tl.load(idx_mapping + o_r, mask=m_r, other=-1).to(tl.int64)
     tl.store(slots + o_r, b_slot, mask=o_r < total)
-    if WITH_TAILS:
+    if tail_lens is not None:
         b_tail = tl.zeros([BLOCK], tl.int32)
-        if WITH_TREES:
+        if cu_num_logits is not None:
             b_end = tl.load(cu_num_logits + o_r + 1, mask=m_r, other=0)
             b_start = tl.load(cu_num_logits + o_r, mask=m_r, other=0)
             b_tail = tl.where(m_r & (b_end - b_start > 1), b_end - b_start, 0)
         tl.store(tail_lens + o_r, b_tail, mask=o_r < total)
-    else:
-        b_sampled = tl.load(num_sampled + o_r, mask=m_r, other=0)
-        tl.store(emitted + b_slot, b_sampled, mask=m_r)
-        if i_b == 0:
-            tl.store(base_rows, tl.maximum(reqs, 1))
 
 
 @triton.jit(
@@ -130,87 +120,41 @@ def _context_rows_kernel(
 
 @dataclass(slots=True)
 class BindSlots(Op):
-    """Store the slots of the drafter's batch, and how many tokens each request just emitted."""
+    """Store the slots of a batch, and how many rows of each request are a tree."""
 
     idx_mapping: Tensor
     """`[R]` int64 or int32, slot of every row; R may be 0."""
-    num_sampled: Tensor
-    """`[R]` int32, tokens that each row emitted."""
     slots: Tensor
     """`[S]` int64, written: the R slots, then -1."""
-    base_rows: Tensor
-    """0-d int32, written: max(R, 1)."""
-    emitted: Tensor
-    """`[S]` int32, written for the R slots: `num_sampled`."""
+    tail_lens: Tensor | None = None
+    """`[S]` int32, written: rows of the tail, root included; 0 past the batch, and for a root
+    without nodes (its slot may never have had a tree). None: not written."""
+    cu_num_logits: Tensor | None = None
+    """`[>= R + 1]` int32, first logits row of each request; None: no trees, or only chains, which
+    need no mask."""
 
     def check(self) -> None:
+        total = self.slots.shape[0]
         self.expect("idx_mapping", (None,), torch.int64, torch.int32)
-        self.expect("num_sampled", (self.idx_mapping.shape[0],), torch.int32)
-        self.expect("slots", (None,), torch.int64)
-        self.expect("base_rows", (), torch.int32)
-        self.expect("emitted", (self.slots.shape[0],), torch.int32)
+        self.expect("slots", (total,), torch.int64)
+        if self.tail_lens is not None:
+            self.expect("tail_lens", (total,), torch.int32)
+        if self.cu_num_logits is not None:
+            self.expect("cu_num_logits", (None,), torch.int32)
 
     def triton(self) -> None:
         _bind_kernel[(triton.cdiv(self.slots.shape[0], _BLOCK),)](
             idx_mapping=self.idx_mapping,
-            cu_num_logits=self.idx_mapping,
-            num_sampled=self.num_sampled,
+            cu_num_logits=self.cu_num_logits,
             slots=self.slots,
-            tail_lens=self.slots,
-            base_rows=self.base_rows,
-            emitted=self.emitted,
+            tail_lens=self.tail_lens,
             reqs=self.idx_mapping.shape[0],
             total=self.slots.shape[0],
-            WITH_TAILS=False,
-            WITH_TREES=False,
             BLOCK=_BLOCK,
         )
 
 
 bind_slots = public(BindSlots, cpu="bastion_kernels.cpu.rows")
-
-
-@dataclass(slots=True)
-class BindTails(Op):
-    """Store the slots of the target's batch, and how many rows of each request are a tree."""
-
-    idx_mapping: Tensor
-    """`[R]` int64 or int32, slot of every row; R may be 0."""
-    cu_num_logits: Tensor | None
-    """`[>= R + 1]` int32, first logits row of each request; None: no trees, or only chains, which
-    need no mask."""
-    slots: Tensor
-    """`[S]` int64, written: the R slots, then -1."""
-    tail_lens: Tensor
-    """`[S]` int32, written: rows of the tail, root included; 0 past the batch, and for a root
-    without nodes (its slot may never have had a tree)."""
-
-    def check(self) -> None:
-        total = self.slots.shape[0]
-        self.expect("idx_mapping", (None,), torch.int64, torch.int32)
-        if self.cu_num_logits is not None:
-            self.expect("cu_num_logits", (None,), torch.int32)
-        self.expect("slots", (total,), torch.int64)
-        self.expect("tail_lens", (total,), torch.int32)
-
-    def triton(self) -> None:
-        _bind_kernel[(triton.cdiv(self.slots.shape[0], _BLOCK),)](
-            idx_mapping=self.idx_mapping,
-            cu_num_logits=self.idx_mapping if self.cu_num_logits is None else self.cu_num_logits,
-            num_sampled=self.idx_mapping,
-            slots=self.slots,
-            tail_lens=self.tail_lens,
-            base_rows=self.slots,
-            emitted=self.slots,
-            reqs=self.idx_mapping.shape[0],
-            total=self.slots.shape[0],
-            WITH_TAILS=True,
-            WITH_TREES=self.cu_num_logits is not None,
-            BLOCK=_BLOCK,
-        )
-
-
-bind_tails = public(BindTails, cpu="bastion_kernels.cpu.rows")
 
 
 @dataclass(slots=True)

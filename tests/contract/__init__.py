@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from tests.contract.table import MINORS, SHORT, TABLE
 
-__all__ = ["CONTRACT", "INHERITED", "MINORS", "Reliance"]
+__all__ = ["CONTRACT", "INHERITED_OF_MANAGER", "MINORS", "Reliance"]
 
-# Members of AdaptiveVerificationManager that TreeBudgetManager inherits although it does not run the
-# base constructor: it sets what they read.
-INHERITED = frozenset({"set_cost_curves"})
+# The only member of AdaptiveVerificationManager that TreeBudgetManager inherits: it does not run the
+# base constructor.
+INHERITED_OF_MANAGER = "set_cost_curves"
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,21 @@ attention/gated_delta.py
     @body self._forward_method = self.forward_c
   LAYERS.mamba.ops.cpu.gdn_attention @calls _conv_buffer_view(layer); _ssm_state_view(layer);
       _unpacked_conv_weight(layer)
+engine/profile.py
+  GPU.async_utils:StepTimingSample @names drafter_ms forward_ms full_cudagraph num_reqs
+      num_target_tokens
+  RUNNER:GPUModelRunner @names adaptive_verification cudagraph_manager device lora_config
+      max_num_reqs max_num_tokens model model_config parallel_config speculator step_timing
+      vllm_config
+  vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin @calls _set_active_loras(self,
+      prompt_lora_mapping, token_lora_mapping, lora_requests)
+engine/profile.py cpu/timing.py
+  GPU.async_utils:StepTimingCollector @calls collect(self); forward_start(self)
+    @names _collecting _step
+engine/profile.py hooks/worker.py
+  RUNNER:GPUModelRunner._dummy_run @why n rows are n requests with a context of their own, and
+      equal tokens
+    @body context_len: int = 0 … skip_eplb: bool = False … randomize_inputs: bool = False
 config.py
   vllm.config.speculative:SpeculativeConfig.max_num_new_slots_for_drafting @beside 437e6c68 18436348
   vllm.config.speculative:SpeculativeConfig @names _maybe_override_draft_max_position_embeddings
@@ -97,12 +112,6 @@ cpu/stored_graphs.py
   torch._dynamo.aot_compile:AOTCompiledFunction @names _artifacts
   vllm.compilation.decorators:_try_load_aot_compiled_fn @why a loaded function must have this method
     @body ._artifacts.compiled_fn.finalize_loading(
-cpu/timing.py engine/planning.py
-  RUNNER:GPUModelRunner.sample @why a step without draft tokens never enters the rejection sampler
-    @body input_batch.num_draft_tokens == 0
-engine/profile.py
-  GPU.async_utils:StepTimingCollector @calls collect(self); forward_start(self); forward_end(self)
-    @names _collecting _step
 cpu/twins/__init__.py
   GPU.buffer_utils:UvaBackedTensor @calls copy_to_uva(self, n) @names cpu gpu
 drafters/candidate_heads.py
@@ -124,7 +133,7 @@ drafters/dflash.py
   GPU.input_batch:InputBatch @names cu_num_logits cu_num_logits_np has_prefill idx_mapping
       idx_mapping_np input_ids is_padding logits_indices max_query_len num_computed_tokens_np
       num_draft_tokens num_draft_tokens_per_req num_reqs num_scheduled_tokens num_tokens
-      num_tokens_after_padding positions prefill_len_np query_start_loc query_start_loc_np req_ids
+      num_tokens_after_padding positions query_start_loc query_start_loc_np req_ids
   SPEC.dflash.speculator:DFlashSpeculator @calls _generate_draft(self, num_reqs, num_tokens_padded,
       attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode); _run_model(self,
       num_tokens, attn_metadata, slot_mappings); _precompute_context_kv(self, start, end,
@@ -147,28 +156,20 @@ drafters/dspark.py
   MODELS.qwen3_dspark:Qwen3DSparkForCausalLM @calls compute_draft_logits(self, hidden_states);
       map_draft_to_target(self, draft_ids); markov_embed(self, token_ids)
   SPEC.dspark.speculator:DSparkSpeculator @names _anchor_idx
+engine/deferred.py
+  torch @names _foreach_copy_
 engine/budget.py
   GPU.async_utils:AsyncOutput.__init__ @why counts that were copied on the main stream have arrived
       when the output has
     @body copy_stream.wait_stream(main_stream) … self.copy_event.record(copy_stream)
   RUNNER:GPUModelRunner.prepare_inputs @beside c4b46110 ce45f241
+  RUNNER @calls sort_batch_req_ids(num_tokens_per_req, draft_tokens)
   SPEC.adaptive_verification:AdaptiveVerificationManager @calls add_request(self, req_idx);
       get_num_tokens(self, num_tokens_per_req, draft_tokens); compact_batch(self,
       num_draft_tokens_per_req, num_scheduled_tokens, cu_num_logits_np); reallocate_drafts(self,
       req_ids, idx_mapping); record_confidences(self, confidence_probs, input_batch);
       batches_to_profile(self, capture_sizes); set_initial_cost_curves(self, samples);
       set_cost_curves(self, draft_curve, verify_curve)
-  SPEC.adaptive_verification:AdaptiveVerificationManager.set_cost_curves @why ranks choose from equal
-      curves
-    @body broadcast_object( … self.cost_tables = build_cost_tables_from_curves( …
-      self.req_states.max_num_reqs, … self.req_states.max_num_batched_tokens, …
-      self._cudagraph_limit
-engine/budget.py drafters/dflash.py
-  RUNNER:GPUModelRunner.sample_tokens @why once record_confidences is called, the trees exist
-    @body self.postprocess_sampled( … self.speculator.propose( … .record_confidences(
-    @beside 3a52b1c8 3534013a
-engine/deferred.py
-  torch @names _foreach_copy_
 engine/draft_tokens.py
   SPEC.utils:DraftTokensHandler.set_draft_tokens @beside 5465e777 5465e777
   GPU.states:RequestState @names all_token_ids draft_tokens last_sampled_tokens max_model_len
@@ -189,26 +190,6 @@ engine/grammar.py
   xgrammar:GrammarMatcher @names traverse_draft_tree
 engine/logprobs.py
   SAMPLE.sampler:Sampler.get_logprobs_dims @beside 08059e0c 08059e0c
-engine/planning.py
-  RUNNER:GPUModelRunner.sample @why a step without draft tokens never enters the rejection sampler
-    @body input_batch.num_draft_tokens == 0
-engine/profile.py
-  GPU.async_utils:StepTimingSample @names drafter_ms forward_ms full_cudagraph num_reqs
-      num_target_tokens
-  RUNNER:GPUModelRunner @calls _dummy_run(self, num_tokens)
-    @names adaptive_verification cudagraph_manager device lora_config max_num_reqs max_num_tokens
-      model model_config speculator step_timing vllm_config
-  vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin @calls _set_active_loras(self,
-      prompt_lora_mapping, token_lora_mapping, lora_requests)
-  vllm.distributed.parallel_state:init_distributed_environment @why its world group holds all ranks
-      that step together
-    @body rank = parallel_config.data_parallel_rank * world_size + rank … _WORLD =
-engine/profile.py hooks/worker.py
-  RUNNER:GPUModelRunner._dummy_run @why passed by name; only a uniform batch gets decode_query_len
-      rows
-    @body uniform_decode: bool = False … context_len: int = 0 … skip_eplb: bool = False …
-      randomize_inputs: bool = False … if uniform_decode: … num_tokens = max(num_tokens,
-      self.decode_query_len)
 engine/processors.py
   SAMPLE.bad_words:BadWordsState @calls apply(self, logits, ctx)
     @names bad_word_offsets bad_word_token_ids num_bad_words req_states
@@ -259,6 +240,10 @@ engine/target.py
       embedded
     @body InputBatch.make_dummy( … attn_metadata = self.model_state.prepare_attn( … inputs_embeds =
       self.model_state.dummy_inputs_embeds( … is_padding=input_batch.is_padding
+engine/budget.py drafters/dflash.py
+  RUNNER:GPUModelRunner.sample_tokens @why once record_confidences is called, the trees exist
+    @body self.postprocess_sampled( … self.speculator.propose( … .record_confidences(
+    @beside 3a52b1c8 3534013a
 engine/weights.py
   MODELS.qwen3_dflash:DFlashQwen3Model @calls _build_fused_kv_buffers(self)
     @names _fused_kv_bias _fused_kv_weight _k_norm_weights
@@ -267,9 +252,12 @@ engine/weights.py
     @body loader.load_weights( … self.model._build_fused_kv_buffers()
 hooks/engine_args.py
   vllm.config.scheduler:SchedulerConfig @names async_scheduling max_num_active_seqs
-      max_num_batched_tokens max_num_seqs
+      max_num_batched_tokens max_num_seqs scheduler_cls
   vllm.config.vllm:VllmConfig @names _get_v2_model_runner_unsupported_features num_lookahead_tokens
   vllm.config:AttentionConfig @names backend
+  vllm.config.parallel:ParallelConfig @names worker_cls
+  vllm.config.scheduler:SchedulerConfig.get_scheduler_cls @why the engine core builds what we name
+    @body resolve_obj_by_qualname(self.scheduler_cls)
   vllm.engine.arg_utils:EngineArgs.create_engine_config @why where a step cannot hold all drafts,
       adapters are refused with this text
     @body scheduler_config.max_num_batched_tokens … decreasing num_speculative_tokens
@@ -286,15 +274,27 @@ hooks/gated_delta.py
   vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadata @names non_spec_token_indx
       num_accepted_tokens num_actual_tokens num_prefills spec_sequence_masks spec_token_indx
 hooks/grammar.py
+  SCHED.scheduler:Scheduler @calls get_grammar_bitmask(self, scheduler_output);
+      update_draft_token_ids(self, draft_token_ids); update_draft_token_ids_in_output(self,
+      draft_token_ids, scheduler_output)
+  vllm.v1.outputs:DraftTokenIds @names draft_token_ids req_ids
+  vllm.v1.request:Request @names is_finished is_prefill_chunk request_id structured_output_request
+  SCHED.output:GrammarOutput @names num_acceptable_drafts
+  STRUCTURED.utils @calls strip_speculative_padding(token_ids)
   SCHED.scheduler:Scheduler.get_grammar_bitmask @beside 186cae8d 186cae8d
   SCHED.scheduler:Scheduler.update_draft_token_ids @beside 2ce05d3b 2ce05d3b
   SCHED.scheduler:Scheduler.update_draft_token_ids_in_output @beside f9ae37b8 f9ae37b8
   STRUCTURED:StructuredOutputManager.grammar_bitmask @beside 5407e59e e7c3948f
+hooks/layers.py
+  vllm.compilation.backends @names model_tag
+  SPEC.dflash.utils:load_dflash_model @why the drafter's layers are known by this tag
+    @body set_model_tag("dflash_head")
+  SPEC.dspark.utils:load_dspark_model @why a DSpark drafter's layers are known by this tag
+    @body set_model_tag("dspark_head")
 hooks/requests.py
   vllm.sampling_params:SamplingParams @names all_stop_token_ids allowed_token_ids
       bad_words_token_ids logit_bias max_tokens min_tokens seed
 hooks/runner.py
-  vllm.compilation.backends @names model_tag
   RUNNER:GPUModelRunner.__init__ @why warm_up finds our manager under this name
     @body self.adaptive_verification
   RUNNER:GPUModelRunner.execute_model @why blocks are copied within it, so after our hook
@@ -304,15 +304,11 @@ hooks/runner.py
   RUNNER:GPUModelRunner @names adaptive_verification draft_tokens_handler execute_model_state
       num_speculative_steps req_states speculator
   RUNNER:ExecuteModelState @names aux_hidden_states hidden_states input_batch
-      num_spec_tokens_to_schedule slot_mappings_by_layer
+      num_spec_tokens_to_schedule
   RUNNER:GPUModelRunner.sample_tokens @why without a drafter and its steps, a step neither drafts
       nor sets draft tokens
     @body if self.speculator is not None: … self.speculator.propose( … if self.num_speculative_steps
       > 0: … self.draft_tokens_handler.set_draft_tokens(
-  SPEC.dflash.utils:load_dflash_model @why the drafter's layers are known by this tag
-    @body set_model_tag("dflash_head")
-  SPEC.dspark.utils:load_dspark_model @why a DSpark drafter's layers are known by this tag
-    @body set_model_tag("dspark_head")
   GPU.structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask @beside cbaa23dc eb9557eb
 hooks/runner.py hooks/warm_up.py
   GPU.warmup:_warmup_kernels @why a request's rows follow from these two, and the longest has four
@@ -321,51 +317,60 @@ hooks/runner.py hooks/warm_up.py
       decode_steps.append(([0], [use_spec_decode]))
     @beside 08e5ddcd 4388dbad
 hooks/scheduler.py
-  SCHED.async_scheduler:AsyncScheduler._update_after_schedule @why a running request has its N
+  SCHED.output:SchedulerOutput @names num_invalid_spec_tokens num_scheduled_tokens
+      num_spec_tokens_to_schedule scheduled_new_reqs scheduled_spec_decode_tokens
+      total_num_scheduled_tokens
+  SCHED.interface:PauseState @names UNPAUSED
+  vllm.config.parallel:ParallelConfig @names data_parallel_size
+  vllm.config.compilation:CompilationConfig @names cudagraph_mode max_cudagraph_capture_size
+  vllm.v1.core.block_pool:BlockPool @calls get_num_free_blocks(self)
+  vllm.v1.engine.core:EngineCoreProc.run_engine_core @why data-parallel ranks of a dense model are
+      engines of their own
+    @body is_moe: … reconfigure_for_independent_dp_rank()
+  SCHED.async_scheduler:AsyncScheduler._update_after_schedule @why a running request has its K
       placeholders before the next step
-    @body request.spec_token_ids = self._spec_token_placeholders
+    @body scheduler_output.num_spec_tokens_to_schedule … request.spec_token_ids =
+      self._spec_token_placeholders
     @beside 131e68f6 131e68f6
   vllm.config.scheduler:SchedulerConfig @names long_prefill_token_threshold
       prefill_schedule_interval
-  SCHED.scheduler:Scheduler @names dynamic_sd_lookup kv_holding_waiting log_stats
-      max_num_active_reqs max_num_running_reqs max_num_scheduled_tokens num_spec_tokens
-      pause_state requests running scheduler_config
+  SCHED.async_scheduler:AsyncScheduler @calls _update_request_with_output(self, request,
+      new_token_ids, is_stale)
+  SCHED.scheduler:Scheduler @calls add_request(self, request); make_spec_decoding_stats(self,
+      spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens,
+      request_id); schedule(self, throttle_prefills); shutdown(self); update_from_output(self,
+      scheduler_output, model_runner_output); _handle_stopped_request(self, request);
+      _update_request_with_output(self, request, new_token_ids, is_stale)
+    @names dynamic_sd_lookup has_mamba_layers kv_cache_manager kv_holding_waiting log_stats
+      max_model_len max_num_active_reqs max_num_running_reqs max_num_scheduled_tokens
+      num_lookahead_tokens pause_state requests running scheduler_config
       structured_output_manager vllm_config waiting
-  SCHED.scheduler:Scheduler.__init__ @why the hooks read these
+  SCHED.scheduler:Scheduler.__init__ @why our methods read these
     @body self.vllm_config = vllm_config … self.log_stats … self.requests
   SCHED.scheduler:Scheduler.make_spec_decoding_stats @why vLLM subtracts them from the draft tokens
       that it counts
     @body num_draft_tokens -= num_invalid_spec_tokens.get(
     @beside 18615d33 18615d33
-  SCHED.scheduler:Scheduler.schedule @why placeholders are spec_token_ids; without a lookup each new
-      request gets N
+  SCHED.scheduler:Scheduler.schedule @why placeholders are spec_token_ids; K is what the lookup says
     @body token_budget = self.max_num_scheduled_tokens … spec.max_num_new_slots_for_drafting …
       self.running … request.num_tokens_with_spec … scheduled_spec_decode_tokens[request.request_id]
       = spec_token_ids … while token_budget > 0: … request_queue =
       self.kv_holding_waiting … self.max_num_active_reqs … self.dynamic_sd_lookup is None …
-      scheduled_new_reqs.extend(scheduled_resumed_reqs) … self.dynamic_sd_lookup[
+      scheduled_new_reqs.extend(scheduled_resumed_reqs) … num_spec_tokens_to_schedule =
+      self.dynamic_sd_lookup[
   SCHED.scheduler:Scheduler.update_from_output @why nodes that were not verified are handed over
       under this name
     @body num_invalid_spec_tokens=scheduler_output.num_invalid
-  SCHED.output:SchedulerOutput @names finished_req_ids num_invalid_spec_tokens num_scheduled_tokens
-      num_spec_tokens_to_schedule scheduled_new_reqs scheduled_spec_decode_tokens
-      total_num_scheduled_tokens
-  vllm.v1.engine.core:EngineCoreProc.run_engine_core @why data-parallel ranks of a dense model are
-      engines of their own
-    @body is_moe: … reconfigure_for_independent_dp_rank()
-  vllm.v1.outputs:DraftTokenIds @names draft_token_ids req_ids
-  vllm.v1.outputs:ModelRunnerOutput @names req_ids sampled_token_ids
-  vllm.v1.request:Request @names is_finished is_prefill_chunk num_computed_tokens
-      num_output_placeholders num_tokens request_id spec_token_ids structured_output_request
-      use_structured_output
+  vllm.v1.outputs:ModelRunnerOutput @names sampled_token_ids
+  vllm.v1.request:Request @names max_tokens num_computed_tokens num_output_placeholders
+      num_output_tokens num_tokens sampling_params spec_token_ids status use_structured_output
   vllm.v1.metrics.stats:RequestSpecDecodeMetrics @calls new(num_spec_tokens); observe(self,
       num_draft_tokens, num_accepted, detailed)
   SCHED.scheduler:Scheduler.add_request @why a request gets its metrics here
     @body request.spec_decode_metrics = RequestSpecDecodeMetrics.new(
   vllm.v1.spec_decode.metrics:SpecDecodingProm.__init__ @why one counter for each of these
     @body speculative_config.num_speculative_tokens
-  vllm.v1.spec_decode.metrics:SpecDecodingStats @names new num_accepted_tokens_per_pos
-      num_draft_tokens num_drafts num_spec_tokens observe_draft
+  vllm.v1.spec_decode.metrics:SpecDecodingStats @names new num_draft_tokens num_drafts num_spec_tokens observe_draft
   vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager @names block_size
   vllm.v1.core.kv_cache_manager:KVCacheManager @names block_pool coordinator
 hooks/telemetry.py
@@ -377,10 +382,11 @@ hooks/telemetry.py
       the others see the statistics
     @body for stat_logger in self.stat_loggers: … stat_logger.record(
   vllm.v1.metrics.stats:SchedulerStats @names kv_connector_stats
-hooks/weights.py
-  vllm.v1.worker.gpu_worker:Worker @calls get_draft_model(self)
-    @names _weight_update_active _weight_update_is_draft model_runner vllm_config
 hooks/worker.py
+  vllm.v1.worker.gpu_worker:Worker @calls compile_or_warm_up_model(self);
+      execute_dummy_batch(self); finish_weight_update(self); get_draft_model(self);
+      init_device(self); reload_weights(self, args, kwargs); update_weights(self, update_info)
+    @names _weight_update_active _weight_update_is_draft model_runner vllm_config
   vllm.v1.worker.gpu_worker:Worker.execute_dummy_batch @why ours runs the same with one row
     @body _dummy_run( … uniform_decode=True … randomize_inputs=self.randomize_dummy_inputs
 host.py cpu/host.py

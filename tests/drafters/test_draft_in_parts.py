@@ -20,7 +20,7 @@ DEPTH, VOCAB, WIDTH = 3, 96, 8
 
 def bound_trees(requests: int) -> Trees:
     trees = make_trees(requests, 5, DEPTH, top_k=4, rows=4 * requests)
-    trees.bind_rows(torch.arange(requests), torch.ones(requests, dtype=torch.int32))
+    trees.bind_rows(torch.arange(requests))
     return trees
 
 
@@ -43,7 +43,7 @@ def test_no_more_than_64_requests_have_logits_at_once(requests: int) -> None:
     BastionSpeculator._grow_trees(speculator, hidden, requests)
     assert sum(seen) == requests * DEPTH and max(seen) <= MOST_AT_ONCE * DEPTH
     grow(whole, hidden @ weight, requests)
-    for name in ("tokens", "parents", "depths", "size", "num_verify"):
+    for name in ("tokens", "parents", "depths", "size"):
         assert torch.equal(getattr(trees, name), getattr(whole, name)), name
 
 

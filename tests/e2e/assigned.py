@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger's rows for attributes that are assigned or added without a wrapper.
+"""Rows of the patch table for attributes that are assigned or added without a wrapper.
 
-Each row names the module that makes the change. tests/e2e/test_ledger.py looks for all of them
-in running engines.
+Each row names the module that makes the change. tests/e2e/test_patch_table.py looks for all
+of them in running engines.
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from vllm_bastion.hooks import HOOKS
-from vllm_bastion.hooks.gated_delta import GATED_DELTA_HOOKS
-from vllm_bastion.hooks.ledger import BASTION_WORKER, NATIVE_WORKER, Change
-from vllm_bastion.hooks.runner import RUNNER_HOOKS
-from vllm_bastion.hooks.warm_up import WARM_UP_HOOKS
+from vllm_bastion.hooks.hook import BASTION_WORKER, NATIVE_WORKER, Change
 
 _DRAFTER = "vllm.model_executor.models.qwen3_dflash"
 _SAMPLE = "vllm.v1.worker.gpu.sample"
@@ -88,8 +85,6 @@ _OBJECTS = (
             ("vllm.v1.core.sched.output:SchedulerOutput", "StepPlan", _STEP),
             ("vllm.v1.outputs:ModelRunnerOutput", "StepReport", _STEP),
             ("vllm.v1.request:Request", "RequestState", "from a request's first tree on"),
-            ("vllm.v1.core.sched.scheduler:Scheduler", "SchedulerState", _CORE),
-            ("vllm.v1.structured_output:StructuredOutputManager", "GrammarLimits", _CORE),
         )
     ),
     *(
@@ -160,11 +155,26 @@ _OBJECTS = (
         when="a target with gated delta layers",
     ),
     Change(
-        target="vllm.v1.core.sched.scheduler:Scheduler.dynamic_sd_lookup",
-        why="without it vLLM pads a new request with N draft tokens",
-        what="`hooks.scheduler.schedule` sets a list that always says N",
+        target="vllm.v1.structured_output:StructuredOutputManager.vllm_config",
+        why="it sizes bitmask memory and grammar rollback for N tokens per request",
+        what="`hooks.grammar` sets a view whose speculative tokens are a path's",
         upstream="a per-request number of speculative tokens",
-        when='the engine core of method "bastion", at its first step',
+        when=_CORE,
+    ),
+    Change(
+        target="vllm.config:SchedulerConfig.scheduler_cls",
+        why="vLLM schedules N draft tokens for every request, as one linear sequence",
+        what="`hooks.engine_args.use_own_classes` names ours of `hooks.scheduler`",
+        upstream="draft tokens with parents; a per-request number of speculative tokens",
+        when='an engine with method "bastion", once it is configured',
+    ),
+    Change(
+        target="vllm.config:ParallelConfig.worker_cls",
+        why="the runner builds its parts by functions, and nothing runs after vLLM's warm-up or a "
+        "change of weights",
+        what="`hooks.engine_args.use_own_classes` names ours of `hooks.worker`",
+        upstream="registries of speculators and model states; callbacks",
+        when='an engine with method "bastion", once it is configured',
     ),
     Change(
         target="vllm.config:SchedulerConfig.max_num_active_seqs",
@@ -222,5 +232,4 @@ def native_kernels() -> Iterator[Change]:
 
 
 def every_change() -> tuple[Change, ...]:
-    hooks = (*HOOKS, *RUNNER_HOOKS, *WARM_UP_HOOKS, *GATED_DELTA_HOOKS)
-    return (*hooks, *ASSIGNED, *native_kernels())
+    return (*HOOKS, *ASSIGNED, *native_kernels())

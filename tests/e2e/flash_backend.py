@@ -2,8 +2,8 @@
 """The CUDA adapter in an engine on the CPU: vLLM's FlashAttention backend without its kernels.
 
 The backend's Python is vLLM's own: metadata, cache layout, the order of its calls. Its kernels,
-which exist on a GPU only, are replaced as in a rehearsal. The tree kernel is our Triton kernel in
-Triton's interpreter, with the plan and the workspace that it has on a GPU.
+which exist on a GPU only, are replaced as in a rehearsal, and so is our tree kernel. Its plan and
+workspace are made as on a GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bastion_kernels import AttentionLayer, AttentionStep
+from tests.references import tree_attention
 from tests.rehearsal import arithmetic
 
 # (longest query, window to the left, to the right) of every batch that was planned ahead.
@@ -51,19 +53,18 @@ def reshape_and_cache(
     arithmetic.reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping)
 
 
+def attend(layer: AttentionLayer, step: AttentionStep, query: Tensor, out: Tensor) -> None:
+    """Tree attention, of float8 queries too, for which a CPU has no kernel."""
+    layer.check(step, query, out)
+    tree_attention(layer, step, query, out)
+
+
 def install() -> None:
     """Setup: use it in every attention layer of this process."""
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backends import flash_attn
 
-    from bastion_kernels.accept.kv_compact import KVCompactor
-    from bastion_kernels.attention.tree_attention import AttentionLayer
-    from bastion_kernels.op import PublicOp
-
-    # All of our ops use their Triton kernels, in the interpreter.
-    PublicOp._run_on_cpu = lambda self, call: call.triton()
-    AttentionLayer.cpu = AttentionLayer.triton
-    KVCompactor._on_gpu = property(lambda self: True, lambda self, value: None)
+    AttentionLayer.__call__ = attend
     torch.cuda.is_current_stream_capturing = lambda: False  # it raises in a CPU build
     # As on a Hopper GPU.
     flash_attn.get_flash_attn_version = lambda *args, **kwargs: 3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU path on a CPU: our Triton kernels and the FlashAttention adapter, without graphs.
+"""The GPU path on a CPU: the FlashAttention adapter, with the reference of tree attention.
 
 `flash_backend` says what stands in for the hardware; `make rehearse` has FULL graphs. Plain
 decoding uses the same backend: another one rounds to fp8 differently.

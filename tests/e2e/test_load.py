@@ -27,7 +27,12 @@ def crowd(tokens: int) -> Batch:
 
 @pytest.mark.parametrize(
     ("pays", "mode"),
-    [("never", "sync"), slow("measured", "async"), slow("never", "async"), slow("measured", "sync")],
+    [
+        ("never", "sync"),
+        slow("measured", "async"),
+        slow("never", "async"),
+        slow("measured", "sync"),
+    ],
 )
 def test_large_batches_where_drafts_hardly_pay_take_as_many_steps_as_plain_decoding(
     compare: Comparison, pays: str, mode: str

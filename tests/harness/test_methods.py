@@ -80,6 +80,14 @@ def test_plain_decoding_is_in_every_group() -> None:
     assert groups([PLAIN], 3) == [[PLAIN]]
 
 
+def test_both_checkouts_are_in_one_group() -> None:
+    names = [PLAIN, "dflash 7", "a", "a @ x", "b", "b @ x"]
+    pairs = [[PLAIN, "a", "a @ x"], [PLAIN, "b", "b @ x"]]
+    assert groups(names, 3) == [[PLAIN, "dflash 7"], *pairs]
+    assert groups(names, 4) == [[PLAIN, "dflash 7", "a", "a @ x"], pairs[1]]
+    assert groups([PLAIN, *names[2:]], 2) == pairs
+
+
 def test_a_random_drafter_is_a_pairs_own_without_its_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,9 +64,6 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     for lattice in (no_state, scores):
         copies(candidates, lattice, width, slots, trees)
     copies(candidates[:, :0], no_state[:, :0], width, slots, trees)
-    cost, base = torch.ones(600), torch.zeros((), dtype=torch.int32)
-    ops.choose_budget.triton(log_rho, slots, counts, cost, base, counts, promised=cost)
-    ops.choose_budget.triton(log_rho, slots, counts, cost, 1, counts)
     ops.take_best.triton(log_rho, slots, counts, counts, 100, ends, ends, ends)
     bits = torch.zeros(slots_total, limit + 1, limit // 32 + 1, dtype=torch.int32)
     ops.ancestor_bits.triton(parents, slots, bits)
@@ -76,9 +73,9 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     ops.accept_path.triton(rows, rows.int(), parents, slots, ends, path, path.long(), counts)
     ops.count_sources.triton(parents, slots, ends, path, parents[:2, :3].contiguous())
     history(rows, slots_total, parents, 0)
-    ops.bind_slots.triton(slots, counts, slots, base, counts)
-    ops.bind_tails.triton(slots, ends, slots, counts)
-    ops.bind_tails.triton(slots, None, slots, counts)
+    ops.bind_slots.triton(slots, slots)
+    ops.bind_slots.triton(slots, slots, counts, ends)
+    ops.bind_slots.triton(slots, slots, counts)
     few = counts[:reqs]
     context = (ends, few, ends, ends, path, rows, few, few, rows, rows, few, 16)
     for caches in ((), [rows], [rows, rows]):
@@ -167,7 +164,7 @@ def serve(slots_total: int, limit: int) -> None:
     ends = torch.zeros(2 * slots_total, dtype=torch.int32)
     parents = torch.zeros(slots_total, limit, dtype=torch.int32)
     log_rho, counts = torch.zeros(slots_total, limit), torch.zeros(slots_total, dtype=torch.int32)
-    cost, path = torch.ones(600), torch.zeros(2 * slots_total, depth + 1, dtype=torch.int32)
+    path = torch.zeros(2 * slots_total, depth + 1, dtype=torch.int32)
     rows = torch.zeros(2 * slots_total * (limit + 1), dtype=torch.int64)
     ids = rows.int()
     emitted = path.long()
@@ -176,8 +173,6 @@ def serve(slots_total: int, limit: int) -> None:
     for reqs in (1, 2, 3, 8, 16, 17, 33, slots_total):
         start = reqs % 5  # of a slice
         part, edges = slice(start, start + reqs), slice(start, start + reqs + 1)
-        base = torch.zeros(16, dtype=torch.int32)[start]
-        ops.choose_budget.triton(log_rho, slots[part], counts, cost, base, counts, promised=cost)
         total = reqs * limit // 2
         ops.take_best.triton(log_rho, slots[part], counts, counts, total, ends[edges], ends, ends)
         ops.accept_path.triton(
@@ -185,7 +180,7 @@ def serve(slots_total: int, limit: int) -> None:
             path[part], emitted[part], ends[part],
         )  # fmt: skip
         few = ends[part]
-        ops.bind_tails.triton(slots[part], ends[edges], slots, counts)
+        ops.bind_slots.triton(slots[part], slots, counts, ends[edges])
         ops.context_rows.triton(
             ends[edges], few, ends[edges], ends[edges], path, rows, few, few, rows, rows[start:],
             few, 16, [rows], [rows[2:]],

@@ -45,9 +45,14 @@ def expand(run, tokens: Tensor, logprobs: Tensor, top_k: int, limit: int, **opti
     slots = options.get("slots", torch.arange(reqs))
     num_slots = options.get("num_slots", max(reqs, int(slots.max()) + 1))
     out = poisoned_trees(reqs, num_slots, limit, options.get("wider", 0))
-    kappa = {name: options[name] for name in ("log_kappa",) if name in options}
-    call(run, tokens, logprobs, top_k, slots, *out, **kappa)
+    call(run, tokens, logprobs, top_k, slots, *out)
     return out
+
+
+def same(run, *given, **options) -> None:
+    """Assert that a version grows the reference's trees."""
+    expected = expand(references.expand_best_first, *given, **options)
+    assert_same(expand(run, *given, **options), expected)
 
 
 def in_order(tokens: Tensor, logprobs: Tensor, top_k: int) -> list[tuple[float, tuple[int, ...]]]:
@@ -171,9 +176,7 @@ def test_kernel_equals_heap(run, made: Made, case: tuple[int, ...], scores: str)
     slots = torch.randperm(reqs + 3, generator=generator)[:reqs]
     slots[reqs // 2] = -1 if reqs > 1 else slots[0]
     options = {"slots": slots, "num_slots": reqs + 3, "wider": 5}
-    expected = expand(references.expand_best_first, tokens, logprobs, top_k, limit, **options)
-    actual = expand(run, tokens, logprobs, top_k, limit, **options)
-    assert_same(actual, expected)
+    same(run, tokens, logprobs, top_k, limit, **options)
 
 
 @STATES
@@ -193,9 +196,7 @@ def test_kernel_equals_heap_on_random_trees(run, trees: int, made: Made) -> None
     for _ in range(trees):
         depth, width, top_k, limit = torch.randint(1, 7, (4,), generator=generator).tolist()
         tokens, logprobs = made(2, depth, width, generator, spread=4.0)
-        expected = expand(references.expand_best_first, tokens, logprobs, top_k, limit)
-        actual = expand(run, tokens, logprobs, top_k, limit)
-        assert_same(actual, expected)
+        same(run, tokens, logprobs, top_k, limit)
 
 
 @STATES
@@ -208,20 +209,17 @@ def test_kernel_equals_heap_on_random_trees(run, trees: int, made: Made) -> None
 def test_kernel_equals_heap_at_full_size(run, made: Made, case: tuple[int, ...]) -> None:
     reqs, depth, width, top_k, limit = case
     tokens, logprobs = made(reqs, depth, width, torch.Generator().manual_seed(6))
-    expected = expand(references.expand_best_first, tokens, logprobs, top_k, limit)
-    actual = expand(run, tokens, logprobs, top_k, limit)
-    assert_same(actual, expected)
+    same(run, tokens, logprobs, top_k, limit)
 
 
 @STATES
 @runs(expand_best_first, expand_best_first)
 def test_strided_inputs(run, made: Made) -> None:
     tokens, logprobs = made(2, 4, 6, torch.Generator().manual_seed(7))
-    expected = expand(references.expand_best_first, tokens, logprobs, 4, 20)
     tokens = tokens.permute(2, 0, 1).contiguous().permute(1, 2, 0)
     logprobs = torch.stack([logprobs, logprobs.neg()], dim=-1)[..., 0]
     assert not tokens.is_contiguous() and not logprobs.is_contiguous()
-    assert_same(expand(run, tokens, logprobs, 4, 20), expected)
+    same(run, tokens, logprobs, 4, 20)
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -234,18 +232,3 @@ def test_wrong_arguments_are_named() -> None:
     refuses(r"slots must have shape \[1\]", run, tokens, logprobs, 2, slots.repeat(2), *out)
     refuses("top_k >= 1", run, tokens, logprobs, 0, slots, *out)
     refuses("N <= 4096", run, tokens, logprobs, 2, slots, *poisoned_trees(1, 1, 5000))
-
-
-@STATES
-@runs(expand_best_first)
-def test_path_scores_are_calibrated_by_slot(made: Made, run: Callable[..., None]) -> None:
-    tokens, logprobs = made(3, 4, 5, torch.Generator().manual_seed(8))
-    slots, log_kappa = torch.tensor([2, -1, 0]), torch.tensor([0.25, 7.0, -1.5])
-    options = {"slots": slots, "num_slots": 3}
-    plain = expand(run, tokens, logprobs, 5, 12, **options)
-    scaled = expand(run, tokens, logprobs, 5, 12, log_kappa=log_kappa, **options)
-    assert_same(plain.tokens, scaled.tokens)
-    assert_same(plain.parents, scaled.parents)
-    for slot in (0, 2):
-        assert_same(scaled.log_rho[slot], plain.log_rho[slot] + log_kappa[slot])
-    assert_same(scaled.log_rho[1], plain.log_rho[1])

@@ -43,10 +43,10 @@ def test_kernels_compile_and_do_not_spill(capability: str) -> None:
     kernels = compiled(capability)
     assert {name for name, *_ in kernels} == {
         "_accept_kernel", "_ancestors_kernel", "_bad_words_kernel",
-        "_bind_kernel", "_bits_kernel", "_choose_kernel", "_commit_kernel", "_conv_kernel",
+        "_bind_kernel", "_bits_kernel", "_commit_kernel", "_conv_kernel",
         "_context_rows_kernel", "_find_commits_kernel", "_find_kernel", "_find_states_kernel",
         "_maxima_kernel", "_merge_kernel", "_mix_kernel",
-        "_penalise_kernel", "_pop_kernel", "_positions_kernel", "_rank_kernel", "_sources_kernel",
+        "_penalise_kernel", "_pop_kernel", "_positions_kernel", "_sources_kernel",
         "_take_kernel", "expand_kernel", "gated_delta_commit_kernel",
         "gated_delta_tree_kernel",
     }  # fmt: skip
@@ -60,9 +60,7 @@ def test_kernels_compile_and_do_not_spill(capability: str) -> None:
 def test_a_batch_of_any_size_runs_the_same_code() -> None:
     variants = compiled("90", "variants")
     assert [line for line in variants if line[1] != "1"] == []
-    assert {"_accept_kernel", "_ancestors_kernel", "_choose_kernel", "_take_kernel"} <= {
-        name for name, _ in variants
-    }
+    assert {"_accept_kernel", "_ancestors_kernel", "_take_kernel"} <= {name for name, _ in variants}
 
 
 # registers of a multiprocessor; bytes of shared memory that every program on it costs besides its

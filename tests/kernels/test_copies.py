@@ -23,6 +23,7 @@ from bastion_kernels import (
 )
 from bastion_kernels.draft.find_copy import LONGEST
 from tests import references
+from tests.references.lookup import longest_match
 
 EXPANDS = versions(expand_best_first.triton, expand_best_first.cpu)
 
@@ -50,17 +51,6 @@ def search(run: Any, texts: list[list[int]], **given: Tensor) -> Tensor:
     return torch.stack([every["found"] >> 32, every["found"] & 0xFFFFFFFF], dim=1)
 
 
-def best_place(text: list[int]) -> list[int]:
-    """m and p by comparing slices."""
-    found = [0, 0]
-    for match in range(2, min(len(text) - 1, LONGEST) + 1):
-        end = text[-match:]
-        places = [p for p in range(match, len(text)) if text[p - match : p] == end]
-        if places:
-            found = [match, max(places)]
-    return found
-
-
 @runs(find_copy)
 def test_the_longest_match_is_found_and_the_latest_of_them(run) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -70,8 +60,8 @@ def test_the_longest_match_is_found_and_the_latest_of_them(run) -> None:
             texts.append(torch.randint(words, (size,), generator=generator).tolist())
     copied = list(range(100))
     texts += [[*copied, 7, *copied[20:60]], [*copied[:9], *copied[:9], *copied[1:9]]]
-    assert best_place(texts[-2]) == [32, 60]
-    assert search(run, texts).tolist() == [best_place(text) for text in texts]
+    assert longest_match(texts[-2]) == (32, 60)
+    assert search(run, texts).tolist() == [[*longest_match(text)] for text in texts]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +146,7 @@ class Case:
 
     def paths(self, r: int) -> dict[tuple[int, ...], tuple[float, int]]:
         """Score and source of every prefix of a request's mixed lattice."""
-        match, start = best_place(self.texts[r])
+        match, start = longest_match(self.texts[r])
         text, copy = list(self.texts[r]), []
         for d in range(self.length if match else 0):
             copy.append(text[start + d])
@@ -208,22 +198,16 @@ def grown(run: Any, case: Case, top_k: int, limit: int) -> tuple[Trees, Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_mixture(run, kind: str) -> None:
     case = Case(kind, 3)
-    copies, state = case.mixed(run)
-    assert state["found"].eq(0).all() and torch.equal(state["counts"], case.counts)
-    lengths = case.lengths.tolist()
-    assert state["last"].tolist() == [
-        [place, match, n] for (match, place), n in zip(map(best_place, case.texts), lengths)
-    ]
-    w = chances(case.counts)
-    for promised, (match, _) in zip(state["promised"].tolist(), map(best_place, case.texts)):
-        right = [w[min(match + d, LONGEST)] for d in range(case.length)] if match else []
-        assert promised == pytest.approx(sum(itertools.accumulate(right, operator.mul)), abs=1e-5)
-    assert copies.tokens[1].eq(-1).all() and copies.places[1].eq(-1).all()
-    assert copies.rows[1].isnan().all()
-    expected, _ = case.mixed()
+    (copies, state), (expected, expected_state) = case.mixed(run), case.mixed()
+    for name in ("found", "last", "counts"):
+        assert_same(state[name], expected_state[name])
     assert_same(copies.tokens, expected.tokens)
     assert_same(copies.places, expected.places)
     torch.testing.assert_close(copies.rows, expected.rows, equal_nan=True, atol=2e-6, rtol=0)
+    w = chances(case.counts)
+    for promised, (match, _) in zip(state["promised"].tolist(), map(longest_match, case.texts)):
+        right = [w[min(match + d, LONGEST)] for d in range(case.length)] if match else []
+        assert promised == pytest.approx(sum(itertools.accumulate(right, operator.mul)), abs=1e-5)
 
 
 @runs(mix_copy)

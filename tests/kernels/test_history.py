@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ancestors' tokens, penalties and bad words over them, against lists written down per row."""
+"""Ancestors' tokens against lists written down per row; penalties and bad words over them."""
 
 from __future__ import annotations
 
+import pytest
 import torch
-from op_helpers import assert_same, call, poisoned, random_parents, refuses, runs
+from op_helpers import assert_same, call, poisoned, random_parents, refuses, runs, versions
 
 from bastion_kernels import ancestor_tokens, mask_bad_words, penalise_ancestors
+from tests import references
 
 NODES, DEPTH, SLOTS, VOCAB = 12, 6, 5, 7
 
@@ -75,7 +77,7 @@ def test_a_node_without_a_tree_has_no_ancestors(run) -> None:
     assert tokens[:, 1:].eq(-1).all()
 
 
-@runs(penalise_ancestors, penalise_ancestors)
+@pytest.mark.parametrize("run", versions(penalise_ancestors.triton, penalise_ancestors.cpu))
 def test_penalties_count_output_and_ancestors(run) -> None:
     for seed in SEEDS:
         rows = Rows(seed)
@@ -87,23 +89,15 @@ def test_penalties_count_output_and_ancestors(run) -> None:
         before = rows.logits.gather(1, rows.tokens.clamp(min=0))
         logits = rows.logits.clone()
         call(run, logits, before, rows.tokens, rows.slots, *penalties, counts)
-        expected = rows.logits.double()
-        for row, path in enumerate(rows.above):
-            repetition, frequency, presence = (
-                float(values[rows.slots[row]]) for values in penalties
-            )
-            for token in set(path):
-                value = expected[row, token]
-                value = value / repetition if value > 0 else value * repetition
-                count = int(counts[rows.slots[row], token]) + path.count(token)
-                expected[row, token] = value - frequency * count - presence
-        torch.testing.assert_close(logits.double(), expected, rtol=1e-6, atol=1e-6)
+        expected = rows.logits.clone()
+        references.penalise_ancestors(expected, before, rows.tokens, rows.slots, *penalties, counts)
+        torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
         # Where nothing is penalised, not a bit.
         free = rows.slots == 0
         assert_same(logits[free], rows.logits[free])
 
 
-@runs(mask_bad_words, mask_bad_words)
+@pytest.mark.parametrize("run", versions(mask_bad_words.triton, mask_bad_words.cpu))
 def test_bad_words_end_output_and_ancestors(run) -> None:
     masked = 0
     for seed in SEEDS:
@@ -132,15 +126,10 @@ def test_bad_words_end_output_and_ancestors(run) -> None:
         given = rows.tokens, rows.depths, rows.slots, word_tokens, offsets, num_words, emitted
         call(run, logits, *given, prompt_len, total_len, int(num_words.max()))
         expected = rows.logits.clone()
-        for row, slot in enumerate(rows.slots.tolist()):
-            text = emitted[slot, prompt_len[slot] : total_len[slot]].tolist()
-            text += [token for token in rows.tokens[row].tolist() if token >= 0]
-            for word in words[slot]:
-                if [*text, word[-1]][-len(word) :] == word:
-                    expected[row, word[-1]] = -torch.inf
-                    masked += len(word) > 1
+        references.mask_bad_words(expected, *given, prompt_len, total_len, int(num_words.max()))
+        masked += int(expected.isinf().sum())
         assert_same(logits, expected)
-    assert masked > 20
+    assert masked > 50
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from op_helpers import DEVICE, POISON, assert_same, poisoned, refuses, runs, versions
 
-from bastion_kernels import bind_slots, bind_tails, context_rows
+from bastion_kernels import bind_slots, context_rows
 from tests import references
 
 
@@ -19,15 +19,12 @@ def ints(values: object, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 @runs(bind_slots, bind_slots)
 @pytest.mark.parametrize(("mapped", "size"), [([], 3), ([2, 0], 3), ([4, 1, 130], 200)])
 def test_slots_of_the_draft(run, mapped, size):
-    slots, base = poisoned(size, dtype=torch.int64).to(DEVICE), ints(POISON)
-    emitted, sampled = poisoned(size, dtype=torch.int32).to(DEVICE), [5 + s for s in mapped]
-    run(ints(mapped, torch.int64), ints(sampled), slots, base, emitted)
+    slots = poisoned(size, dtype=torch.int64).to(DEVICE)
+    run(ints(mapped, torch.int64), slots)
     assert slots.tolist() == mapped + [-1] * (size - len(mapped))
-    assert base.item() == max(len(mapped), 1)
-    assert emitted.tolist() == [5 + s if s in mapped else POISON for s in range(size)]
 
 
-@runs(bind_tails, bind_tails)
+@runs(bind_slots, bind_slots)
 @pytest.mark.parametrize("size", [5, 128, 300])
 def test_tails_of_a_verified_batch(run, size):
     rng = np.random.default_rng(size)
@@ -38,13 +35,13 @@ def test_tails_of_a_verified_batch(run, size):
     lens = poisoned(size, dtype=torch.int32).to(DEVICE)
     # the runner's buffer is longer than the batch
     cu = ints([0, *np.cumsum(tails).tolist(), 9999])
-    run(ints(mapped, torch.int64), cu, slots, lens)
+    run(ints(mapped, torch.int64), slots, lens, cu)
     assert slots.tolist() == mapped + [-1] * (size - len(mapped))
     expected = [0 if n == 1 else n for n in tails]
     assert lens.tolist() == expected + [0] * (size - len(mapped))
-    run(ints(mapped, torch.int64), None, slots, lens.fill_(POISON))
+    run(ints(mapped, torch.int64), slots, lens.fill_(POISON))
     assert slots.tolist()[: len(mapped)] == mapped and not lens.any()
-    run(ints([], torch.int64), cu, slots, lens.fill_(POISON))
+    run(ints([], torch.int64), slots, lens.fill_(POISON), cu)
     assert (slots == -1).all() and not lens.any()
 
 
@@ -85,11 +82,9 @@ def test_context_rows_are_the_accepted_path(run, seed, caches):
 
 
 def test_wrong_arguments_are_named():
-    slots, long = torch.zeros(4, dtype=torch.int64), torch.zeros((), dtype=torch.int64)
-    given = slots, slots.int(), slots, long, slots.int()
-    refuses(r"base_rows must be torch\.int32", bind_slots, *given)
-    tails = slots, None, slots, torch.zeros(3).int()
-    refuses(r"tail_lens must have shape \[4\]", bind_tails, *tails)
+    slots = torch.zeros(4, dtype=torch.int64)
+    refuses(r"slots must be torch\.int64", bind_slots, slots, slots.int())
+    refuses(r"tail_lens must have shape \[4\]", bind_slots, slots, slots, torch.zeros(3).int())
     one, two = torch.zeros(1).int(), torch.zeros(2).int()
     rows = one, one, two, two, two[None], slots, one, one, slots, slots, one, 1
     refuses("context_start", context_rows, *rows)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acceptance walks against the definition of an accepted node; the greedy and the lazy one too."""
+"""Acceptance walks, the greedy and the lazy one too, against their reference."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from op_helpers import call, depths_of, poisoned, refuses, runs, shaped_parents
+from op_helpers import assert_same, call, poisoned, refuses, runs, shaped_parents
 from torch import Tensor
 
 from bastion_kernels import accept_path
@@ -23,72 +23,6 @@ def accept(run, sampled, fed, parents, slots, starts, depth) -> tuple[Tensor, ..
     for beyond in (path[:, depth + 1 :], tokens[:, depth + 1 :], count[reqs:]):
         assert beyond.eq(-7777).all()
     return out
-
-
-def accepted(sampled: list[int], fed: list[int], parents: list[int]) -> list[int]:
-    """The accepted nodes: those whose every step from the root is what its parent sampled."""
-    committed = {0}
-    for node in range(1, len(fed)):
-        parent = parents[node - 1]
-        taken_before = any(
-            parents[other - 1] == parent and fed[other] == fed[node] for other in range(1, node)
-        )
-        if parent in committed and fed[node] == sampled[parent] and not taken_before:
-            committed.add(node)
-    return sorted(committed)
-
-
-class Batch:
-    """Random trees with random draws that follow the tree more often than not."""
-
-    def __init__(self, shapes: list[tuple[str, int, int]], limit: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        slots = torch.randperm(len(shapes) + 2, generator=generator)[: len(shapes)]
-        self.parents = poisoned(len(shapes) + 2, limit + 3, dtype=torch.int32)[:, :limit]
-        self.slots, starts, fed, sampled = slots, [0], [], []
-        self.requests: list[tuple[list[int], list[int], list[int]]] = []
-        for (shape, used, rows), slot in zip(shapes, slots.tolist(), strict=True):
-            parents = shaped_parents(shape, limit, used, generator)
-            self.parents[slot] = torch.tensor(parents, dtype=torch.int32)
-            tokens = torch.randint(0, 4 if rows < 9 else 50, (rows,), generator=generator)
-            draws = tokens[torch.randint(0, max(rows, 1), (rows,), generator=generator)]
-            for node in range(1, rows):  # half of all nodes draw their own child's token
-                if torch.rand((), generator=generator) < 0.5:
-                    draws[parents[node - 1]] = tokens[node]
-            self.requests.append((draws.tolist(), tokens.tolist(), parents))
-            fed.append(tokens)
-            sampled.append(draws)
-            starts.append(starts[-1] + rows)
-        self.fed, self.sampled = torch.cat(fed), torch.cat(sampled)
-        self.starts = torch.tensor(starts, dtype=torch.int32)
-        self.depth = max((max(depths_of(parents), default=0) for *_, parents in self.requests))
-
-    def check(self, run) -> None:
-        for node_ids in (self.fed, self.fed.int()):
-            inputs = (self.sampled, node_ids, self.parents, self.slots, self.starts, self.depth)
-            path, tokens, count = accept(run, *inputs)
-            for row, (draws, fed, parents) in enumerate(self.requests):
-                expected = accepted(draws, fed, parents) if fed else []
-                padding = self.depth + 1 - len(expected)
-                assert path[row].tolist() == expected + [-1] * padding
-                assert tokens[row].tolist() == [draws[node] for node in expected] + [0] * padding
-                assert count[row].item() == len(expected)
-
-
-@runs(accept_path, accept_path)
-def test_hostile_shapes(run) -> None:
-    shapes = [
-        ("chain", 16, 17),
-        ("star", 37, 38),
-        ("random", 37, 38),
-        ("random", 37, 12),  # only a part of the tree is verified
-        ("random", 37, 1),  # plain decoding
-        ("chain", 0, 1),
-        ("random", 20, 0),  # no logits rows at all
-        *(("random", 8, rows) for rows in range(2, 10)),  # few tokens, so equal siblings
-    ]
-    for seed in range(3):
-        Batch(shapes, 37, seed).check(run)
 
 
 @runs(accept_path)
@@ -131,51 +65,78 @@ def test_wrong_arguments_are_named() -> None:
     refuses(r"sampled must be torch\.int64", accept_path, tokens.int(), tokens, *rest)
 
 
+class Batch:
+    """Random trees, cut anywhere, with draws that follow the tree more often than not."""
+
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float32) -> None:
+        generator, slots_total = torch.Generator().manual_seed(seed), 7
+
+        def integers(high: int, *shape: int) -> Tensor:
+            return torch.randint(0, high, shape, generator=generator)
+
+        # Parents come before their children; stale columns lie behind a request's rows.
+        limit, shapes = (12, 37)[seed % 2], ("random", "random", "star", "chain")
+        used = [shaped_parents(shapes[i % 4], limit, limit, generator) for i in range(slots_total)]
+        parents = poisoned(slots_total, limit + 3, dtype=torch.int32)[:, :limit]
+        parents[:] = torch.tensor(used)
+        reqs = int(integers(5, 1)) + 1
+        slots = torch.randperm(slots_total, generator=generator)[:reqs]
+        slots[torch.rand(reqs, generator=generator) < 0.15] = -1
+        tails = integers(limit + 2, reqs)  # no row, a lone root, a part of the tree, all of it
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), tails.cumsum(0)]).int()
+        total, vocab = int(starts[-1]), (4, 700, 1500)[seed % 3]
+        # Few different values, so that many are equal; both zeros, infinities and NaNs among them.
+        values = torch.tensor([-torch.inf, -2.0, -0.0, 0.0, 1.0, 3.0])[integers(6, total, vocab)]
+        if seed % 2:
+            values[torch.rand(total, vocab, generator=generator) < 0.3 / vocab] = torch.nan
+            values[torch.rand(total, vocab, generator=generator) < 0.3 / vocab] = torch.inf
+        self.logits = values.to(dtype)
+        self.sampled = self.logits.argmax(1)
+        fed = integers(4, total)  # few tokens, so equal siblings
+        for r, tail in enumerate(tails.tolist()):
+            root = int(starts[r])
+            for node in range(1, tail):
+                if slots[r] >= 0 and torch.rand((), generator=generator) < 0.6:
+                    above = int(parents[slots[r], node - 1])
+                    fed[root + node] = self.sampled[root + above]
+        self.trees, self.depth = (fed, parents, slots, starts), (5, 20)[seed % 2]
+
+    def walk(self, run, first: Tensor) -> tuple[Tensor, ...]:
+        return accept(run, first, *self.trees, self.depth)
+
+
+@runs(accept_path, accept_path)
+def test_walks_of_random_batches(run) -> None:
+    longest = 0
+    for seed in range(12):
+        batch = Batch(seed)
+        expected = batch.walk(references.accept_path, batch.sampled)
+        assert_same(batch.walk(run, batch.sampled), expected)
+        longest = max(longest, int(expected[2].max()))
+    assert longest > 4
+
+
 @pytest.mark.parametrize("dtype", GREEDY_DTYPES)
 @pytest.mark.parametrize("seed", range(40))
 def test_the_greedy_and_the_lazy_walk_take_the_eager_ones_path(
     seed: int, dtype: torch.dtype
 ) -> None:
     """The lazy one draws nowhere else."""
-    generator, slots_total, nodes, depth = torch.Generator().manual_seed(seed), 7, 12, 5
-
-    def integers(high: int, *shape: int) -> Tensor:
-        return torch.randint(0, high, shape, generator=generator)
-
-    reqs = int(integers(5, 1)) + 1
-    slots = torch.randperm(slots_total, generator=generator)[:reqs]
-    slots[torch.rand(reqs, generator=generator) < 0.15] = -1
-    # Parents come before their children; stale columns lie behind a request's rows.
-    parents = torch.stack([integers(column + 1, slots_total) for column in range(nodes)], 1).int()
-    tails = integers(nodes + 2, reqs)  # no row, a lone root, a part of the tree, all of it
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), tails.cumsum(0)]).int()
-    total, vocab = int(starts[-1]), (4, 700, 1500)[seed % 3]
-    # Few different values, so that many are equal; both zeros, infinities and NaNs among them.
-    values = torch.tensor([-torch.inf, -2.0, -0.0, 0.0, 1.0, 3.0])[integers(6, total, vocab)]
-    if seed % 2:
-        values[torch.rand(total, vocab, generator=generator) < 0.3 / vocab] = torch.nan
-        values[torch.rand(total, vocab, generator=generator) < 0.3 / vocab] = torch.inf
-    logits = values.to(dtype)
-    sampled = logits.argmax(1)
-    fed = integers(4, total)
-    follow = torch.rand(total, generator=generator) < 0.7
-    fed[1:] = torch.where(follow[1:], sampled[:-1], fed[1:])
-    batch, asked = (fed, parents, slots, starts), list[int]()
+    batch, asked = Batch(seed, dtype), list[int]()
 
     def draw(rows: Tensor) -> Tensor:
         asked.extend(rows.tolist())
-        return sampled[rows]
+        return batch.sampled[rows]
 
-    shape = (reqs, depth + 1)
-    eager, greedy, lazy = (
-        (torch.full(shape, 9).int(), torch.full(shape, 9), torch.full((reqs,), 9).int())
-        for _ in range(3)
-    )
-    references.accept_path(sampled, *batch, *eager)
-    accept_greedily(logits, *batch, *greedy)
-    accept_lazily(draw, *batch, *lazy)
-    for expected, one, other in zip(eager, greedy, lazy, strict=True):
-        assert torch.equal(expected, one) and torch.equal(expected, other)
-    paths = enumerate(eager[0].tolist())
-    visited = [int(starts[r]) + node for r, path in paths for node in path if node >= 0]
+    def greedily_cpu(*given) -> None:
+        accept_greedily(*given)
+
+    def lazily_cpu(_, *given) -> None:
+        accept_lazily(draw, *given)
+
+    eager = batch.walk(references.accept_path, batch.sampled)
+    assert_same(batch.walk(greedily_cpu, batch.logits), eager)
+    assert_same(batch.walk(lazily_cpu, batch.sampled), eager)
+    starts, paths = batch.trees[3].tolist(), eager[0].tolist()
+    visited = [starts[r] + node for r, path in enumerate(paths) for node in path if node >= 0]
     assert sorted(asked) == sorted(visited)

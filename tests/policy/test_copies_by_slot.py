@@ -31,8 +31,8 @@ def test_what_copies_promise_is_known_before_they_are_mixed() -> None:
     copies.counts[1] = torch.arange(LONGEST + 1) // 2
     copies.find(slots)
     most = np.array([DEPTH, 4, DEPTH, DEPTH])
-    told = copies.scores(slots.numpy(), np.full(4, DEPTH)).sum(axis=1)
-    fewer = copies.scores(slots.numpy(), most).sum(axis=1)
+    told = copies.expected(slots.numpy(), np.full(4, DEPTH))
+    fewer = copies.expected(slots.numpy(), most)
     assert told[2] == 0.0 and (told[[0, 1, 3]] > 0.5).all()
     assert 0.0 < fewer[1] < told[1] and fewer[3] == told[3]
 
@@ -48,7 +48,7 @@ def test_copies_that_were_given_up_are_judged_too() -> None:
     for gives_up in (False, True):
         copies = Copies(history, torch.tensor([5], dtype=torch.int32), DEPTH, 16)
         copies.find(slots)
-        assert copies.scores(np.zeros(1, int), np.array([DEPTH])).sum() > 0
+        assert copies.expected(np.zeros(1, int), np.array([DEPTH])) > 0
         if gives_up:
             copies.give_up(slots)
         else:

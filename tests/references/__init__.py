@@ -8,7 +8,6 @@ with them, and the benchmarks check with them.
 from tests.references.accept import accept_path, compact_caches, count_sources, gather_rows
 from tests.references.attention import ancestor_bits, tree_attention, tree_positions
 from tests.references.best_first import expand_best_first
-from tests.references.budget import choose_budget, take_best
 from tests.references.declare import OF
 from tests.references.gated_delta import (
     gated_delta_commit,
@@ -18,8 +17,9 @@ from tests.references.gated_delta import (
 )
 from tests.references.history import ancestor_tokens, mask_bad_words, penalise_ancestors
 from tests.references.lookup import find_copy, mix_copy
-from tests.references.rows import bind_slots, bind_tails, context_rows
+from tests.references.rows import bind_slots, context_rows
 from tests.references.state_blocks import find_commits, find_states
+from tests.references.take_best import take_best
 from tests.references.topk import merge_topk, topk_logprobs, topk_partial
 
 __all__ = [
@@ -28,8 +28,6 @@ __all__ = [
     "ancestor_bits",
     "ancestor_tokens",
     "bind_slots",
-    "bind_tails",
-    "choose_budget",
     "compact_caches",
     "context_rows",
     "count_sources",

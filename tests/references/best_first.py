@@ -83,7 +83,5 @@ def expand_best_first(op: ExpandBestFirst) -> None:
         op.parents[slot] = torch.tensor([node.parent for node in columns])
         op.depths[slot] = torch.tensor([node.depth for node in columns])
         op.log_rho[slot] = torch.tensor([0.0 - node.cost for node in columns])
-        if op.log_kappa is not None:
-            op.log_rho[slot] += op.log_kappa[slot]
         if op.copies is not None:
             op.copies.sources[slot] = torch.tensor([node.source for node in columns])

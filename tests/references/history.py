@@ -24,15 +24,18 @@ def ancestor_tokens(op: AncestorTokens) -> None:
 
 @of(PenaliseAncestors)
 def penalise_ancestors(op: PenaliseAncestors) -> None:
-    slots, live, safe = op.slots.long()[:, None], op.tokens >= 0, op.tokens.clamp(min=0)
-    repetition, frequency, presence = (x[slots] for x in (op.repetition, op.frequency, op.presence))
-    here = (op.tokens[:, :, None] == op.tokens[:, None, :]).sum(-1)
-    value = op.before * torch.where(op.before > 0, 1.0 / repetition, repetition)
-    value -= frequency * (op.counts[slots, safe] + here)
-    value -= presence
-    live &= (repetition != 1) | (frequency != 0) | (presence != 0)
-    rows = torch.arange(len(op.logits), device=op.logits.device)[:, None].expand_as(op.tokens)
-    op.logits[rows[live], op.tokens[live]] = value[live]
+    for row, slot in enumerate(op.slots.tolist()):
+        repetition, frequency, presence = (
+            x[slot] for x in (op.repetition, op.frequency, op.presence)
+        )
+        if repetition == 1 and frequency == 0 and presence == 0:
+            continue
+        path = [token for token in op.tokens[row].tolist() if token >= 0]
+        for depth, token in enumerate(path):
+            value = op.before[row, depth]
+            value = value * (1.0 / repetition if value > 0 else repetition)
+            count = op.counts[slot, token] + path.count(token)
+            op.logits[row, token] = value - frequency * count - presence
 
 
 @of(MaskBadWords)

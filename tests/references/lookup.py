@@ -10,6 +10,18 @@ from bastion_kernels.draft.mix_copy import MixCopy, copy_chances
 from tests.references.declare import of
 
 
+def longest_match(text: list[int]) -> tuple[int, int]:
+    """m and p, by comparing every place with the end; zeros for none."""
+    best = 0, 0
+    for place in range(SHORTEST, len(text)):
+        match = 0
+        while match < min(place, LONGEST) and text[place - 1 - match] == text[-1 - match]:
+            match += 1
+        if match >= SHORTEST:
+            best = max(best, (match, place))
+    return best
+
+
 @of(FindCopy)
 def find_copy(op: FindCopy) -> None:
     for slot in op.slots.tolist():
@@ -25,14 +37,8 @@ def find_copy(op: FindCopy) -> None:
                 if copied != token:
                     break
                 op.counts[1, length] += 1
-        best = 0
-        for place in range(SHORTEST, len(text)):
-            match = 0
-            while match < min(place, LONGEST) and text[place - 1 - match] == text[-1 - match]:
-                match += 1
-            if match >= SHORTEST:
-                best = max(best, match << 32 | place)
-        op.found[slot] = best
+        match, place = longest_match(text)
+        op.found[slot] = match << 32 | place
 
 
 @of(MixCopy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from bastion_kernels.rows import BindSlots, BindTails, ContextRows
+from bastion_kernels.rows import BindSlots, ContextRows
 from tests.references.declare import of
 
 
@@ -13,18 +13,11 @@ from tests.references.declare import of
 def bind_slots(op: BindSlots) -> None:
     count = op.idx_mapping.shape[0]
     op.slots[:count], op.slots[count:] = op.idx_mapping, -1
-    op.base_rows.fill_(max(count, 1))
-    op.emitted[op.idx_mapping] = op.num_sampled
-
-
-@of(BindTails)
-def bind_tails(op: BindTails) -> None:
-    count = op.idx_mapping.shape[0]
-    op.slots[:count], op.slots[count:] = op.idx_mapping, -1
-    op.tail_lens.zero_()
-    if op.cu_num_logits is not None:
-        tails = torch.diff(op.cu_num_logits[: count + 1])
-        op.tail_lens[:count] = tails.masked_fill(tails == 1, 0)
+    if op.tail_lens is not None:
+        op.tail_lens.zero_()
+        if op.cu_num_logits is not None:
+            tails = torch.diff(op.cu_num_logits[: count + 1])
+            op.tail_lens[:count] = tails.masked_fill(tails == 1, 0)
 
 
 @of(ContextRows)

@@ -46,29 +46,18 @@ class Steps:
         GPUModelRunner.sample = sampled
 
     def _decide(self) -> None:
-        from vllm_bastion.policy.controller import Controller, Decision
-        from vllm_bastion.policy.step_size import StepSize
+        from vllm_bastion.engine.budget import TreeBudgetManager
+        from vllm_bastion.scheduler.gate import Arm, Gate
 
-        from vllm_bastion.policy.trees import Trees
+        arm = {"drafts": Arm.TREE, "copies": Arm.NGRAM, "plain": Arm.PLAIN}[self.kind]
+        choose, size = Gate.choose, TreeBudgetManager._choose
 
-        def decided(controller: Any, batch: Any, costs: Any) -> Decision:
-            plain_ms = weigh(controller, batch, costs).plain_ms
-            drafts, copies = self.kind == "drafts", self.kind == "copies"
-            return Decision(drafts, "by plan", plain_ms, looks_up=copies and controller.looks_up)
+        def chosen(gate: Gate, num_reqs: int) -> Arm:
+            choose(gate, num_reqs)  # its time is part of a step
+            return arm
 
-        def nodes(size: Any, active: int, reqs: int, rows: int, most: int, *costs: Any) -> int:
-            choose(size, active, reqs, rows, most, *costs)  # its time is part of a step
-            return min(NODES * active, most)
+        def nodes(manager: TreeBudgetManager, most: int) -> np.ndarray:
+            size(manager, most)
+            return np.minimum(manager._limits, NODES).astype(np.int32)
 
-        def published(trees: Any, step: int) -> Any:
-            found = read(trees, step)
-            if found is not None:
-                found.num_verify[:], found.promised[:], found.emitted[:] = (
-                    NODES,
-                    EMITTED - 1,
-                    EMITTED,
-                )
-            return found
-
-        weigh, choose, read = Controller._weigh, StepSize.choose, Trees.published
-        Controller._weigh, StepSize.choose, Trees.published = decided, nodes, published
+        Gate.choose, TreeBudgetManager._choose = chosen, nodes

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from registries import registered
 
-from vllm_bastion.telemetry.record import StepRecord, StepTime, Totals
+from vllm_bastion.telemetry.record import StepRecord, Totals
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = ROOT / "dashboards" / "bastion.json"
@@ -22,12 +22,8 @@ ALERTS = ROOT / "dashboards" / "alerts.yaml"
 def labels_of() -> dict[str, set[str]]:
     """Labels of every sample that a server shows."""
     registry, metrics = registered({0: ["tiny", "0"]})
-    sums = Totals()
-    now = {"tree": 1.0, "rows": 1.0, "gain": 1.0}
-    times = [StepTime("tree", 9, 1.0, 1.0)]
-    step = StepRecord("tree", "pays", 1, 9, [8], [3], 1.0, 1.0, 1.0, 1.0, times, now)
-    step.sources = [5, 2, 1, 1, 1, 1]
-    sums.add([step])
+    sums = Totals(gain=1.0)
+    sums.add([StepRecord("tree", "fastest", 1, [8], [3], 1.0, 1.0, [5, 2, 1, 1, 1, 1])])
     metrics.observe(sums, 0)
     out: dict[str, set[str]] = {}
     for family in registry.collect():

@@ -25,7 +25,7 @@ import pytest
 import yaml
 from registries import registered
 
-from vllm_bastion.telemetry.record import StepRecord, StepTime, Totals
+from vllm_bastion.telemetry.record import StepRecord, Totals
 
 ROOT = Path(__file__).resolve().parents[2]
 ALERTS = ROOT / "dashboards" / "alerts.yaml"
@@ -77,21 +77,18 @@ def alerts_after_two_hours(tmp_path: Path, given: list[dict[str, str]]) -> set[s
 
 
 def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
-    def engine(gain: float, accepted: float, measured: float) -> list[dict[str, str]]:
+    def engine(gain: float, accepted: float) -> list[dict[str, str]]:
         return [
-            series("plain_equivalent_ms_total", 1000 * gain),
-            series("decode_ms_total", 1000),
-            series("steps_total", 100, kind="tree", reason="pays"),
+            {**series("measured_gain", 0), "values": f"NaN {gain}x119"},
+            series("steps_total", 100, kind="tree", reason="fastest"),
             series("nodes_verified_count", 100),
-            series("accepted_by_depth_total", 100 * accepted, depth="1"),
-            series("measured_step_ms_total", 1000 * measured, kind="tree", rows="16"),
-            series("predicted_step_ms_total", 1000, kind="tree", rows="16"),
+            series("accepted_tokens_total", 100 * accepted),
         ]
 
-    assert alerts_after_two_hours(tmp_path, engine(2.0, 3.0, 1.0)) == set()
-    assert alerts_after_two_hours(tmp_path, engine(1.0, 3.0, 1.0)) == {"BastionNoGain"}
-    assert alerts_after_two_hours(tmp_path, engine(2.0, 0.01, 1.0)) == {"BastionDrafterDoesNotFit"}
-    assert alerts_after_two_hours(tmp_path, engine(2.0, 3.0, 2.0)) == {"BastionStepCostsAreWrong"}
+    assert alerts_after_two_hours(tmp_path, engine(2.0, 3.0)) == set()
+    assert alerts_after_two_hours(tmp_path, engine(1.0, 3.0)) == {"BastionNoGain"}
+    assert alerts_after_two_hours(tmp_path, engine(2.0, 0.01)) == {"BastionDrafterDoesNotFit"}
+    assert alerts_after_two_hours(tmp_path, engine(float("nan"), 3.0)) == set()
 
 
 def free_port() -> int:
@@ -164,12 +161,10 @@ def test_every_query_of_the_dashboard_finds_something(tmp_path: Path) -> None:
     stop = threading.Event()
 
     def work() -> None:
-        now = {"tree": 1.0, "rows": 1.0, "gain": 2.0}
+        trees = StepRecord("tree", "fastest", 1, [8], [3], 4.0, 6.0, [5, 2, 1, 1, 1, 1])
         while not stop.wait(0.1):
-            sums = Totals()
-            times = [StepTime("tree", 9, 3.0, 6.0)]
-            trees = StepRecord("tree", "pays", 1, 9, [8], [3], 4.0, 3.0, 10.0, 5.0, times, now)
-            sums.add([trees, StepRecord("plain", "does not pay", 1, 1)])
+            sums = Totals(gain=2.0)
+            sums.add([trees, StepRecord("plain", "exploration", 1)])
             metrics.observe(sums, 0)
 
     worker = threading.Thread(target=work)
@@ -186,12 +181,13 @@ def test_every_query_of_the_dashboard_finds_something(tmp_path: Path) -> None:
                     result = query(expression)
                     assert result, expression
                     found.setdefault(panel["title"], float(result[0]["value"][1]))
-            assert found["Estimated gain over plain decoding"] == pytest.approx(2.0)
+            assert found["Measured gain over plain decoding"] == 2.0
             assert found["Accepted tokens per tree"] == pytest.approx(3.0)
             assert found["Nodes per tree"] == pytest.approx(8.0)
             assert found["Steps by kind"] == pytest.approx(0.5)
-            assert found["Accepted over promised"] == pytest.approx(0.75)
-            assert found["Step time by rows: measured over predicted"] == pytest.approx(2.0)
+            assert found["Accepted over expected tokens"] == pytest.approx(0.75)
+            assert found["Step time by kind"] == pytest.approx(6.0)
+            assert found["Tokens per step and request"] == pytest.approx(2.5)
             assert len(query('{__name__=~"vllm:bastion.*"}')) > 20
     finally:
         stop.set()

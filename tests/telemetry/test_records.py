@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of steps, their sums, their way to the front end, and what is written from them."""
+"""Records of steps, their sums, and what is written from them."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import subprocess
 import sys
@@ -14,16 +12,16 @@ from typing import Any
 import prometheus_client
 import pytest
 from registries import registered
-from vllm_bastion.telemetry.recorder import NO_TREE, Recorder
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_bastion.telemetry.collector import Collector
+from vllm_bastion.telemetry.collector import KEY, Collector
 from vllm_bastion.telemetry.drafter_fit import BARREN_TREES, TREES, DrafterFit
 from vllm_bastion.telemetry.record import (
     MOST_PENDING,
     NODE_BUCKETS,
     PERIOD,
     StepRecord,
-    StepTime,
     Totals,
     bucket_of,
     drafted,
@@ -34,26 +32,22 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
+    now = 0.0
 
     def __call__(self) -> float:
         return self.now
 
 
-def tree(nodes: list[int], accepted: list[int], **values: Any) -> StepRecord:
-    return StepRecord(
-        "tree", "pays", len(nodes), sum(nodes) + len(nodes), nodes, accepted, **values
-    )
+def tree(nodes: list[int], accepted: list[int], *values: Any) -> StepRecord:
+    return StepRecord("tree", "fastest", len(nodes), nodes, accepted, *values)
 
 
 def steps() -> list[StepRecord]:
-    times = [StepTime("tree", 17, 3.0, 4.0), StepTime("tree", 32, 5.0, 6.0)]
     return [
-        tree([16, 3], [4, 0], promised=5.5, yielded=4.0, plain_ms=6.0, step_ms=4.0, times=times),
-        tree([1], [1], now={"tree": 1.25, "rows": 0.5}),
-        StepRecord("plain", "does not pay", 2, 2, times=[StepTime("plain", 2, 1.0, 1.5)]),
-        StepRecord("prompt", "", 0, 100),
+        tree([16, 3], [4, 0], 5.5, 4.0, [9, 1, 9, 1, 2, 1]),
+        tree([1], [1], 0.5, 6.0, [0, 0, 1, 0, 0, 1]),
+        StepRecord("plain", "exploration", 2, ms=1.5),
+        StepRecord("prompt"),
     ]
 
 
@@ -63,32 +57,24 @@ def total(records: list[StepRecord]) -> Totals:
     return out
 
 
+def sent(totals: Totals) -> Totals:
+    """Through vLLM's msgpack, as from the engine core to a front end."""
+    stats = SchedulerStats(kv_connector_stats={KEY: totals.to_plain()})
+    found = MsgpackDecoder(SchedulerStats).decode(MsgpackEncoder().encode(stats))
+    return Totals.from_plain(found.kv_connector_stats[KEY])
+
+
 def test_sums_are_those_of_the_steps() -> None:
     got = total(steps())
-    assert got.steps == {("tree", "pays"): 2, ("plain", "does not pay"): 1, ("prompt", ""): 1}
-    assert (got.trees, got.nodes, got.accepted) == (3, 20, 5)
+    assert got.steps == {("tree", "fastest"): 2, ("plain", "exploration"): 1, ("prompt", ""): 1}
+    assert (got.trees, got.nodes, got.accepted, got.request_steps) == (3, 20, 5, 5)
     assert got.trees_by_depth == [1, 1, 0, 0, 1]
     # A path of 4 tokens reaches depths 1 to 4.
     assert got.accepted_by_depth == [2, 1, 1, 1]
     assert sum(got.accepted_by_depth) == got.accepted
     assert got.trees_by_nodes[:5] == [1, 0, 1, 0, 1] and sum(got.trees_by_nodes) == got.trees
-    assert got.times == {("tree", 32): (2, 8.0, 10.0), ("plain", 2): (1, 1.0, 1.5)}
-    assert got.gain == 1.5 and got.now == {"tree": 1.25, "rows": 0.5}
-
-
-def test_nodes_and_tokens_by_source_add_up() -> None:
-    records = steps()
-    records[0].sources, records[1].sources = [9, 1, 2, 1, 1, 0], [0, 0, 8, 0, 0, 3]
-    got = total(records)
-    assert got.sources == [9, 1, 10, 1, 1, 3]
-    sent = Totals.from_plain(json.loads(json.dumps(got.to_plain())))
-    sent.merge(total(records[1:]))
-    assert sent.sources == [9, 1, 18, 1, 1, 6]
-    line = interval_line(got)
-    assert line is not None
-    # 11 of 20 nodes, 4 of 5 tokens.
-    assert "copies of the context 55% of nodes and 80% of accepted tokens" in line
-    assert "copies" not in str(interval_line(total(steps())))
+    assert got.times == {"tree": (2, 10.0), "plain": (1, 1.5)}
+    assert got.sources == [9, 1, 10, 1, 2, 2] and got.expected == 6.0 and got.gain is None
 
 
 def test_buckets_are_powers_of_two() -> None:
@@ -98,87 +84,13 @@ def test_buckets_are_powers_of_two() -> None:
     assert 1 << (NODE_BUCKETS - 1) >= 512
 
 
-def test_sums_survive_json_and_add_up() -> None:
+def test_sums_survive_msgpack_and_add_up() -> None:
     """However steps are split between sums, the sum of the sums is the same."""
     records = steps()
     for cut in range(len(records) + 1):
-        first, second = total(records[:cut]), total(records[cut:])
-        sent = [Totals.from_plain(json.loads(json.dumps(t.to_plain()))) for t in (first, second)]
-        assert sent == [first, second]
-        sent[0].merge(sent[1])
-        assert sent[0] == total(records)
-
-
-def test_a_step_is_named_by_the_decision_that_was_made_for_it() -> None:
-    recorder = Recorder("tree", "no gate")
-
-    def step(requests: int, nodes: int, prompt_rows: int = 0, tokens: int = 0) -> StepRecord:
-        recorder.ended(requests, nodes, requests + nodes + prompt_rows, tree_ms=4.0)
-        record = recorder.take()
-        recorder.finish(record, [nodes] if nodes else [], [tokens] if nodes else [])
-        return record
-
-    # The prompt's last step decides about the first step that decodes.
-    recorder.decided(True, "pays", 1, math.inf)
-    assert (step(0, 0, prompt_rows=9).kind, step(1, 8).reason) == ("prompt", "pays")
-    recorder.decided(False, "does not pay", 1, 3.0)
-    assert step(1, 8).reason == "pays"
-    record = step(1, 0)
-    assert (record.kind, record.reason) == ("plain", "does not pay")
-    # A plain step costs what plain decoding costs.
-    assert (record.plain_ms, record.step_ms) == (3.0, 3.0)
-    recorder.decided(True, "trial", 1, 3.0)
-    step(1, 0)
-    record = step(1, 8, tokens=3)
-    assert (record.kind, record.reason) == ("tree", "trial")
-    # Four tokens, which take plain decoding 12 ms; the step takes 4 ms.
-    assert (record.plain_ms, record.step_ms) == (12.0, 4.0)
-    # The gate wanted a tree, but there is none.
-    assert step(1, 0).reason == NO_TREE
-    # Costs are unknown for a step with prompts, and for another batch than the decision's.
-    assert (step(1, 8, prompt_rows=5).step_ms, step(2, 8).step_ms) == (0.0, 0.0)
-
-
-def test_an_engine_without_a_gate_has_its_own_reason() -> None:
-    recorder = Recorder("chain", "fixed budget")
-    recorder.ended(1, 8, 9, tree_ms=1.0)
-    record = recorder.take()
-    assert (record.kind, record.reason, record.step_ms) == ("chain", "fixed budget", 0.0)
-
-
-def test_recording_a_step_takes_few_calls() -> None:
-    """Operations are counted, not timed: calls of Python functions and of C functions."""
-    latest = lambda: {"tree": 1.0, "rows": 1.0}  # noqa: E731
-    recorder, calls = Recorder("tree", "no gate", latest), 0
-    collector = Collector(fit(Clock()), print)
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    def step(requests: int) -> None:
-        recorder.decided(True, "pays", requests, 3.0)
-        recorder.timed(True, 17 * requests, 4.0, 4.0)
-        recorder.yielded(4.0, 3.0)
-        recorder.ended(requests, 16 * requests, 17 * requests, 4.0)
-        record = recorder.take()
-        recorder.finish(record, [16] * requests, [3] * requests)
-        collector.add(record)  # as the engine core does
-        collector.due(idle=False)
-
-    counts = []
-    for requests in (1, 65):
-        step(requests)
-        calls = 0
-        sys.setprofile(count)
-        for _ in range(MOST_PENDING):
-            step(requests)
-        sys.setprofile(None)
-        counts.append(calls / MOST_PENDING)
-    one, more = counts
-    assert one < 32
-    # Of each further request, in both processes together: nothing is called for each.
-    assert (more - one) / 64 < 0.5
+        first, second = sent(total(records[:cut])), sent(total(records[cut:]))
+        first.merge(second)
+        assert first == total(records)
 
 
 def fit(clock: Clock) -> DrafterFit:
@@ -219,19 +131,17 @@ def test_a_drafter_that_fits_is_not_told() -> None:
     assert judge.observe(1, 1000) is None
 
 
-def test_copies_say_nothing_of_the_drafter() -> None:
-    """Copies are right where the drafter never is, and a tree may hold copies alone."""
-    copies = StepRecord(nodes=[6, 6], accepted=[6, 5], sources=[0, 12, 0, 0, 11, 0])
+def test_ngram_drafts_carry_no_signal_about_the_drafter() -> None:
+    ngrams = StepRecord(nodes=[6, 6], accepted=[6, 5], sources=[0, 12, 0, 0, 11, 0])
     both = StepRecord(nodes=[8], accepted=[4], sources=[4, 3, 1, 0, 3, 1])
-    assert drafted([copies]) == (0, 0) and drafted([copies, both]) == (1, 1)
+    assert drafted([ngrams]) == (0, 0) and drafted([ngrams, both]) == (1, 1)
     assert drafted([StepRecord(nodes=[8, 3], accepted=[2, 0])]) == (2, 2)
     told: list[str] = []
     collector = Collector(fit(Clock()), told.append)
-    wrong = StepRecord(nodes=[8], accepted=[3], sources=[5, 3, 0, 0, 3, 0])
     for _ in range(BARREN_TREES):
-        collector.add(copies)
-        collector.add(wrong)
-    collector.take()
+        collector.add(ngrams)
+        collector.add(StepRecord(nodes=[8], accepted=[3], sources=[5, 3, 0, 0, 3, 0]))
+    collector.take(None)
     assert len(told) == 1 and f"{BARREN_TREES} trees yielded 0 draft tokens" in told[0]
 
 
@@ -250,18 +160,18 @@ def test_a_context_beyond_the_drafters_training_is_told_once_an_hour() -> None:
 def test_the_collector_hands_on_sums_now_and_then_and_loses_nothing() -> None:
     clock, warnings = Clock(), []
     collector = Collector(fit(clock), warnings.append, clock)
-    assert collector.due(idle=True) and collector.take() is None
+    assert collector.due(idle=True) and collector.take(None) is None
     taken = []
     for i in range(100):
         clock.now += 0.01
-        collector.add(tree([4], [2], plain_ms=3.0, step_ms=2.0))
+        collector.add(tree([4], [2]))
         if collector.due(idle=i == 99):
-            taken.append(Totals.from_plain(collector.take()))
+            taken.append(Totals.from_plain(collector.take(1.5)))
     assert len(taken) == pytest.approx(1.0 / PERIOD, abs=2)
     assert sum(t.trees for t in taken) == 100 and sum(t.accepted for t in taken) == 200
-    assert taken[-1].now["gain"] == pytest.approx(1.5)
+    assert taken[-1].gain == 1.5
     assert not warnings
-    # Without statistics nothing is taken, and the trees are judged all the same.
+    # Trees are judged even if nothing is taken.
     for _ in range(MOST_PENDING):
         collector.add(tree([1] * TREES, [0] * TREES))
     assert len(warnings) == 1
@@ -279,28 +189,29 @@ def samples(registry: Any) -> dict[tuple[str, ...], float]:
 
 
 def test_prometheus_has_the_sums_with_vllms_labels() -> None:
-    values = {0: ["tiny", "0"], 1: ["tiny", "1"]}
-    registry, metrics = registered(values)
+    registry, metrics = registered({0: ["tiny", "0"], 1: ["tiny", "1"]})
     for record in steps():
         metrics.observe(total([record]), 0)
-    metrics.observe(total(steps()), 1)
+    whole = total(steps())
+    whole.gain = 1.25
+    metrics.observe(whole, 1)
     got = samples(registry)
+    assert got["measured_gain", "0"] != got["measured_gain", "0"]  # NaN
+    assert got["measured_gain", "1"] == 1.25
     for engine in ("0", "1"):
-        assert got["steps_total", engine, "tree", "pays"] == 2
-        assert got["steps_total", engine, "plain", "does not pay"] == 1
+        assert got["steps_total", engine, "tree", "fastest"] == 2
+        assert got["steps_total", engine, "plain", "exploration"] == 1
         assert got["nodes_verified_count", engine] == 3
         assert got["nodes_verified_sum", engine] == 20
         below = [got["nodes_verified_bucket", engine, f"{2.0**i}"] for i in range(5)]
         assert below == [1, 1, 2, 2, 3]
         assert [got["accepted_by_depth_total", d, engine] for d in "1234"] == [2, 1, 1, 1]
-        assert got["promised_tokens_total", engine] == 5.5
-        assert got["yielded_tokens_total", engine] == 4
-        assert got["timed_steps_total", engine, "tree", "32"] == 2
-        assert got["predicted_step_ms_total", engine, "tree", "32"] == 8
-        assert got["measured_step_ms_total", engine, "tree", "32"] == 10
-        assert got["plain_equivalent_ms_total", engine] == 6
-        assert got["decode_ms_total", engine] == 4
-        assert got["correction_factor", engine, "rows"] == 0.5
+        assert got["nodes_by_source_total", engine, "both"] == 10
+        assert got["accepted_by_source_total", engine, "lookup"] == 2
+        assert got["expected_tokens_total", engine] == 6.0
+        assert got["request_steps_total", engine] == got["accepted_tokens_total", engine] == 5
+        assert got["timed_steps_total", engine, "tree"] == 2
+        assert got["step_ms_total", engine, "tree"] == 10
 
 
 _SERVER = """
@@ -308,9 +219,8 @@ import sys
 from vllm_bastion.telemetry.prometheus import TreeMetrics
 from vllm_bastion.telemetry.record import StepRecord, Totals
 metrics = TreeMetrics(["model_name", "engine"], {0: ["tiny", "0"]})
-sums = Totals()
-step = StepRecord("tree", "pays", 1, 9, [8], [2], now={"tree": float(sys.argv[1])})
-sums.add([step] * int(sys.argv[1]))
+sums = Totals(gain=float(sys.argv[1]))
+sums.add([StepRecord("tree", "fastest", 1, [8], [2])] * int(sys.argv[1]))
 metrics.observe(sums, 0)
 """
 
@@ -327,26 +237,26 @@ def test_several_front_ends_add_up(tmp_path: Path) -> None:
     registry = prometheus_client.CollectorRegistry()
     multiprocess.MultiProcessCollector(registry, path=str(tmp_path))
     got = samples(registry)
-    assert got["steps_total", "0", "tree", "pays"] == 8
+    assert got["steps_total", "0", "tree", "fastest"] == 8
     assert got["nodes_verified_count", "0"] == 8 and got["nodes_verified_sum", "0"] == 64
     assert got["nodes_verified_bucket", "0", "8.0"] == 8
     assert got["nodes_verified_bucket", "0", "4.0"] == 0
-    assert got["correction_factor", "0", "tree"] == 5
+    assert got["accepted_tokens_total", "0"] == 16
+    assert got["measured_gain", "0"] == 5
 
 
 def test_the_line_says_what_happened_and_why() -> None:
     assert interval_line(Totals()) is None
-    assert interval_line(total([StepRecord("prompt", "", 0, 100)])) is None
-    assert interval_line(total([*steps(), tree([], [])])) == (
-        "Bastion: 6.7 nodes and 1.67 accepted tokens per tree; tree steps 75% (pays); "
-        "plain steps 25% (does not pay); tree step predicted 4.00 ms, measured 5.00 ms; "
-        "plain step predicted 1.00 ms, measured 1.50 ms; "
-        "estimated gain over plain decoding 1.50x"
+    assert interval_line(total([StepRecord("prompt")])) is None
+    totals = total(steps())
+    totals.gain = 1.5
+    assert interval_line(totals) == (
+        "Bastion: 6.7 nodes and 1.67 accepted tokens per tree; "
+        "n-gram drafts 55% of nodes and 80% of accepted tokens; tree steps 67% (fastest); "
+        "plain steps 33% (exploration); tree step 5.00 ms; plain step 1.50 ms; "
+        "measured 1.50x of plain decoding"
     )
-    mixed = [
-        StepRecord("plain", reason, 1, 1)
-        for reason in ("does not pay", "does not pay", "prompts wait")
-    ]
-    assert interval_line(total(mixed)) == (
-        "Bastion: plain steps 100% (does not pay 67%, prompts wait 33%)"
+    reasons = ("fastest", "fastest", "prompts wait")
+    assert interval_line(total([StepRecord("plain", reason, 1) for reason in reasons])) == (
+        "Bastion: plain steps 100% (fastest 67%, prompts wait 33%)"
     )

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thousand steps from a worker's recorder through the engine core to a front end's metrics."""
+"""A thousand steps from the scheduler through msgpack to a front end's metrics, and to the log."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,73 +12,129 @@ import pytest
 from registries import registered
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-from vllm_bastion.telemetry.recorder import Recorder
 
-from vllm_bastion.carriers import SchedulerState
+from vllm_bastion.carriers import StepPlan, StepReport
 from vllm_bastion.hooks import telemetry
+from vllm_bastion.scheduler.gate import Arm, Gate
+from vllm_bastion.scheduler.state import SchedulerState
 from vllm_bastion.telemetry.record import Totals
 
 
-@pytest.mark.parametrize("requests", [1, 12])
-def test_nothing_is_lost_on_the_way(monkeypatch: pytest.MonkeyPatch, requests: int) -> None:
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Lines and warnings that the engine core logs."""
     model = SimpleNamespace(model="m")
     config = SimpleNamespace(
-        draft_model_config=model, target_model_config=model, drafter_positions=100
+        draft_model_config=model, target_model_config=model, drafter_positions=100, bastion_top_k=8
     )
     monkeypatch.setattr(telemetry, "settings_of", lambda vllm_config: config)
-    warnings: list[str] = []
-    monkeypatch.setattr(telemetry.logger, "warning", warnings.append)
-    registry, metrics = registered({0: ["m", "0"]})
-    # Half a millisecond a step: sums are sent now and then, and once more at the end.
-    now = 0.0
-    recorder = Recorder("tree", "no gate", lambda: {"tree": 1.5}, lambda: now)
-    scheduler, state, draw = SimpleNamespace(vllm_config=None), SchedulerState(), random.Random(0)
-    told = {"nodes": 0, "trees": 0, "accepted": 0, "measured": 0.0, "yielded": 0, "plain": 0}
-    records, sent = [], 0
-    for step in range(1000):
-        now += 0.0005
-        nodes = [draw.choice((1, 7, 63)) for _ in range(requests)] if draw.random() < 0.8 else []
-        accepted = [draw.randint(0, 5) for _ in nodes]
-        recorder.decided(bool(nodes), "pays" if nodes else "does not pay", requests, 3.0)
-        recorder.timed(bool(nodes), sum(nodes) + requests, 4.0, 5.0)
-        recorder.yielded(2.5, sum(accepted))
-        recorder.ended(requests, sum(nodes), sum(nodes) + requests, 4.0)
-        record = recorder.take()
-        recorder.finish(record, nodes, accepted)
-        records.append(record)
-        told["nodes"] += sum(nodes)
-        told["trees"] += len(nodes)
-        told["accepted"] += sum(accepted)
-        told["yielded"] += sum(accepted)
-        told["measured"] += 5.0
-        told["plain"] += not nodes
-        scheduler.running = [] if step == 999 else ["r"]
-        outputs: dict[int, Any] = {0: SimpleNamespace(scheduler_stats=SchedulerStats())}
-        telemetry.collect(scheduler, state, record, 101 if step == 500 else 99, outputs)
-        stats = outputs[0].scheduler_stats
+    lines: list[str] = []
+    monkeypatch.setattr(telemetry.logger, "warning", lines.append)
+    monkeypatch.setattr(telemetry.logger, "info", lines.append)
+    return lines
+
+
+class Core:
+    """A scheduler that runs requests 0, 1, ..., and what its front end has."""
+
+    def __init__(self, requests: int) -> None:
+        self.state = SchedulerState(Gate((Arm.PLAIN, Arm.TREE)))
+        self.scheduler = SimpleNamespace(
+            vllm_config=None, running=list(range(requests)), max_model_len=4096, requests={}
+        )
+        self.registry, self.metrics = registered({0: ["m", "0"]})
+        self.sums = 0
+
+    def step(self, verified: dict[str, int], tokens: dict[str, int], length: int = 99) -> None:
+        """A step whose requests verify nodes and return tokens to clients."""
+        self.scheduler.requests = dict.fromkeys(verified, SimpleNamespace(num_tokens=length))
+        scheduled: Any = SimpleNamespace(scheduled_spec_decode_tokens=verified)
+        StepPlan(reason="fastest").attach(scheduled)
+        report = StepReport(verified, expected=0.5 * sum(verified.values()))
+        outputs = self.outputs(tokens)
+        telemetry.collect(self.scheduler, self.state, scheduled, report, outputs)
+        self.send(outputs)
+
+    def outputs(self, tokens: dict[str, int]) -> dict[int, Any]:
+        """Those of a step, by front end."""
+        own = [SimpleNamespace(request_id=r, new_token_ids=[0] * n) for r, n in tokens.items()]
+        return {0: SimpleNamespace(scheduler_stats=SchedulerStats(), outputs=own)}
+
+    def send(self, outputs: dict[int, Any]) -> None:
+        """What follows a step, also an empty one."""
+        telemetry.send(self.scheduler, self.state, outputs)
+        stats = MsgpackDecoder(SchedulerStats).decode(
+            MsgpackEncoder().encode(outputs[0].scheduler_stats)
+        )
         if stats.kv_connector_stats:
-            stats = MsgpackDecoder(SchedulerStats).decode(MsgpackEncoder().encode(stats))
-            metrics.observe(Totals.from_plain(stats.kv_connector_stats["bastion"]), 0)
-            sent += 1
-    found: dict[str, float] = {}
-    for family in registry.collect():
-        for sample in family.samples:
-            name = sample.name.removeprefix("vllm:bastion_")
-            if not name.endswith(("_bucket", "_created")):
-                found[name] = found.get(name, 0.0) + sample.value
-            if sample.labels.get("kind") == "plain" and name == "steps_total":
-                found["plain"] = found.get("plain", 0.0) + sample.value
-    assert 1 < sent < 1000
-    assert found["steps_total"] == 1000 and found["plain"] == told["plain"]
+            self.metrics.observe(Totals.from_plain(stats.kv_connector_stats["bastion"]), 0)
+            self.sums += 1
+
+    def found(self) -> Counter[str]:
+        """Metrics of the front end, summed over labels; of steps also by kind."""
+        found = Counter[str]()
+        for family in self.registry.collect():
+            for sample in family.samples:
+                name = sample.name.removeprefix("vllm:bastion_")
+                found[name] += sample.value
+                if name == "steps_total":
+                    found[sample.labels["kind"]] += sample.value
+        return found
+
+
+@pytest.mark.parametrize("requests", [1, 12])
+def test_nothing_is_lost_on_the_way(said: list[str], requests: int) -> None:
+    core, draw, told = Core(requests), random.Random(0), Counter[str]()
+    for step in range(1000):
+        verified, tokens = {}, {}
+        for i in range(requests):
+            # A request that has stopped gets no tokens, whatever it verifies.
+            if draw.random() < 0.8:
+                verified[str(i)] = draw.choice((1, 7, 63))
+            if draw.random() < 0.9:
+                tokens[str(i)] = draw.randint(1, 6) if str(i) in verified else 1
+        trees = [name for name in verified if name in tokens]
+        told["trees"] += len(trees)
+        told["nodes"] += sum(verified[name] for name in trees)
+        told["expected"] += 0.5 * sum(verified.values())
+        told["tokens"] += sum(tokens.values())
+        told["tree"] += bool(trees)
+        told["plain"] += bool(tokens) and not trees
+        core.scheduler.running = core.scheduler.running if step < 999 else []
+        core.step(verified, tokens, 101 if step == 500 else 99)
+    found = core.found()
+    assert 1 < core.sums < 1000
+    assert found["steps_total"] == 1000
+    assert (found["tree"], found["plain"]) == (told["tree"], told["plain"])
     assert found["nodes_verified_sum"] == told["nodes"]
     assert found["nodes_verified_count"] == told["trees"]
-    assert found["accepted_by_depth_total"] == told["accepted"]
-    assert found["yielded_tokens_total"] == told["yielded"]
-    assert found["promised_tokens_total"] == 2500.0
-    assert found["timed_steps_total"] == 1000 and found["measured_step_ms_total"] == 5000.0
-    assert found["correction_factor"] == 1.5
-    own = Totals()
-    own.add(records)
-    assert own.plain_ms == pytest.approx(found["plain_equivalent_ms_total"])
-    assert own.step_ms == pytest.approx(found["decode_ms_total"])
-    assert len(warnings) == 1 and "101 tokens" in warnings[0]
+    assert found["accepted_by_depth_total"] == found["accepted_tokens_total"]
+    assert found["request_steps_total"] + found["accepted_tokens_total"] == told["tokens"]
+    assert found["expected_tokens_total"] == told["expected"]
+    assert len(said) == 1 and "101 tokens" in said[0]
+
+
+def test_counts_arrive_when_the_last_request_is_aborted(said: list[str]) -> None:
+    """vLLM then runs one more step, without a token."""
+    core = Core(1)
+    for _ in range(10):
+        core.step({"0": 8}, {"0": 3})
+    assert core.found()["steps_total"] < 10
+    core.scheduler.running = []
+    core.send(core.outputs({}))
+    assert core.found()["steps_total"] == 10
+
+
+def test_an_engine_core_that_ends_says_once_what_the_run_drafted(said: list[str]) -> None:
+    core = Core(1)
+    telemetry.log_whole_run(core.state)
+    assert not said, "nothing was decoded"
+    for _ in range(4):
+        core.step({"0": 8, "1": 8}, {"0": 4, "1": 3})
+    for _ in range(2):
+        telemetry.log_whole_run(core.state)
+    (line,) = said
+    assert line == (
+        "Bastion, the whole run: 8.0 nodes and 2.50 accepted tokens per tree; "
+        "tree steps 100% (fastest)"
+    )

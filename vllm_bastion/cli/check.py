@@ -18,7 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_bastion.config import BastionSpeculativeConfig, is_lagged, settings_of
+from vllm_bastion.config import BastionSpeculativeConfig, host_choices, is_lagged, settings_of
 from vllm_bastion.platform import current_host
 
 
@@ -78,7 +78,7 @@ def _lines(config: VllmConfig) -> tuple[tuple[str, str], ...]:
         ("drafter", f"{spec.model} ({names}), gamma {spec.bastion_gamma}"),
         ("trees", _trees(spec)),
         ("limits", _limits(config, spec)),
-        ("kernels", _kernels(config, spec)),
+        ("kernels", _kernels(config)),
         *(("note", note) for note in notes if note is not None),
     )
 
@@ -100,8 +100,8 @@ def _limits(config: VllmConfig, spec: BastionSpeculativeConfig) -> str:
     )
 
 
-def _kernels(config: VllmConfig, spec: BastionSpeculativeConfig) -> str:
-    host, compilation = current_host(), config.compilation_config
+def _kernels(config: VllmConfig) -> str:
+    compilation = config.compilation_config
     backend = config.attention_config.backend  # a CPU host leaves it to vLLM, which has one
     graphs = compilation.cudagraph_mode.name
     parts = [
@@ -110,7 +110,6 @@ def _kernels(config: VllmConfig, spec: BastionSpeculativeConfig) -> str:
     ]
     if current_platform.is_cuda_alike():
         parts.append("no CUDA graphs" if graphs == "NONE" else f"CUDA graphs {graphs}")
-    if host.needs_twins():
+    if current_host().needs_twins():
         parts.append("C++ in place of vLLM's Triton kernels")
-    choices = host.choices(spec.bastion_drafter_weights, config.model_config.dtype)
-    return "; ".join([*parts, *choices.texts()])
+    return "; ".join([*parts, *host_choices(config).texts()])

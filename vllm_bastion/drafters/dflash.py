@@ -268,7 +268,7 @@ class BastionSpeculator(DFlashSpeculator):
         else:
             manager = runtime.manager
             if runtime.step.grows or manager is None or manager.has_trees:
-                self.trees.bind_rows(input_batch.idx_mapping, num_sampled)
+                self.trees.bind_rows(input_batch.idx_mapping)
             step = runtime.step = decide_again(runtime, input_batch, num_sampled, self._req_states)
             if not step.drafts:
                 self._keep(step, input_batch, slot_mappings, hidden, num_sampled, num_rejected)

@@ -38,6 +38,7 @@ from bastion_kernels import take_best
 from vllm_bastion.carriers import StepReport
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.scores import EarlierScores, even_split
+from vllm_bastion.policy.cost import Estimator
 from vllm_bastion.scheduler.gate import Arm, size_class
 from vllm_bastion.versions import capabilities
 
@@ -105,6 +106,10 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         self.query_start_loc = query_start_loc
         self.cost_tables: tuple[np.ndarray, np.ndarray] | None = None
         self._cudagraph_limit = 0
+        # The paper's, in place of the profile's curve; and the step that it last predicted: rows,
+        # requests and mean cached tokens.
+        self.estimator: Estimator | None = None
+        self._timed: tuple[int, int, float] | None = None
         num_slots = len(self.trees.row_slots)
         # [S] whether the slot's request has a tree; its placeholders are empty otherwise.
         self._has_tree = np.zeros(num_slots, dtype=bool)
@@ -121,6 +126,10 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         # By size class and arm: mean ms that the profile predicts for steps of decodes.
         self._predicted: dict[tuple[int, Arm], float] = {}
         self._unseen: tuple[tuple[int, Arm], np.ndarray] | None = None
+        # With exact timing, log rho on the host: on a CPU the trees' own.
+        self._host_scores = self.trees.log_rho
+        if not lagged and self.trees.device.type != "cpu":
+            self._host_scores = torch.empty_like(self.trees.log_rho, device="cpu", pin_memory=True)
         if lagged:
             self._earlier = EarlierScores(self.trees)
             # By slot: most nodes, and rows that are not nodes.
@@ -199,8 +208,10 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         """[R, width] float64 rho of the batch's trees, as far as the host may know them."""
         if self.lagged:
             return self._earlier.of(slots, width)
-        with gpu_sync_allowed():
-            log_rho: np.ndarray = self.trees.log_rho.cpu().numpy()[slots, :width]
+        if self._host_scores is not self.trees.log_rho:
+            with gpu_sync_allowed():
+                self._host_scores.copy_(self.trees.log_rho)
+        log_rho: np.ndarray = self._host_scores.numpy()[slots, :width]
         return np.exp(log_rho.astype(np.float64))
 
     def _step_ms(self, nodes: int) -> np.ndarray:
@@ -210,15 +221,21 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         """
         assert self.cost_tables is not None
         draft_ms, verify_ms = self.cost_tables
-        reqs, rows = len(self._slots), int(self._plain_rows.sum())
+        reqs, rows, plan = len(self._slots), int(self._plain_rows.sum()), self.runtime.plan
+        if self.estimator is not None:
+            context = float(self.req_states.num_computed_tokens_np[self._slots].mean())
+            if plan.step_ms is not None and self._timed is not None:
+                draft = draft_ms[min(reqs, len(draft_ms) - 1)]
+                self.estimator.observe(*self._timed, plan.step_ms - draft)
+            self._timed = rows, reqs, context
+            verify_ms = self.estimator.verify_ms(reqs, context)
         added = verify_ms[rows : rows + nodes + 1] - verify_ms[min(rows, len(verify_ms) - 1)]
-        plan = self.runtime.plan
         base = float(verify_ms[min(reqs, len(verify_ms) - 1)])
         if plan.verified == Arm.TREE:
             base += float(draft_ms[min(reqs, len(draft_ms) - 1)])
         # What the profile says of these steps on average, and the gate of their real time.
         key, corrected = (size_class(reqs), plan.verified), base
-        if plan.step_ms is not None and key in self._predicted:
+        if self.estimator is None and plan.step_ms is not None and key in self._predicted:
             corrected = max(base + plan.step_ms - self._predicted[key], 0.5 * base)
         if rows == reqs:
             self._unseen = key, base + added
@@ -226,7 +243,9 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         return costs
 
     def _remember(self, nodes: int) -> None:
-        """Add the step to the mean of what the profile says."""
+        """The step verifies so many nodes: add it to the mean of what the profile says."""
+        if self._timed is not None:
+            self._timed = (self._timed[0] + nodes, *self._timed[1:])
         if self._unseen is not None:
             (key, ms), self._unseen = self._unseen, None
             mean = self._predicted.setdefault(key, float(ms[nodes]))

@@ -22,10 +22,11 @@ import torch
 from vllm.distributed.parallel_state import get_world_group
 
 from vllm_bastion import envs
-from vllm_bastion.config import settings_of
+from vllm_bastion.config import BastionSpeculativeConfig, settings_of
 from vllm_bastion.engine.runtime import runtime_of
 from vllm_bastion.logger import init_logger
 from vllm_bastion.platform import current_host
+from vllm_bastion.policy.cost import Estimator, ModelShape, device_spec
 
 logger = init_logger(__name__)
 
@@ -51,8 +52,11 @@ def profile(runner: Any) -> None:
     start = time.perf_counter()
     if config.bastion_budget == "adaptive":
         current_host().prepare_timing(runner)
-        draft_ms, verify_ms = _time_on_cpu(runner) if _on_cpu(runner) else _time_on_gpu(runner)
+        timed = _time_on_gpu if current_host().runs_ahead else _time_on_cpu
+        draft_ms, verify_ms = timed(runner)
         runner.adaptive_verification.set_cost_curves(draft_ms, verify_ms)
+        if config.bastion_latency_model != "profile":
+            runner.adaptive_verification.estimator = _estimator(runner, config, verify_ms)
     runtime.records = envs.telemetry()
     if get_world_group().rank_in_group == 0:
         logger.info("%s", _summary(runner, time.perf_counter() - start))
@@ -60,8 +64,26 @@ def profile(runner: Any) -> None:
             logger.warning("%s", warning)
 
 
-def _on_cpu(runner: Any) -> bool:
-    return bool(runner.device.type == "cpu")
+def _estimator(runner: Any, config: BastionSpeculativeConfig, verify_ms: Curve) -> Estimator:
+    """The paper's estimator that the user named, from rank 0's device and times."""
+    model = runner.vllm_config.model_config
+    try:
+        shape = ModelShape.from_config(
+            model.hf_text_config,
+            bytes_per_element=model.dtype.itemsize,
+            tp=runner.parallel_config.tensor_parallel_size,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f'"bastion_latency_model": "{config.bastion_latency_model}" needs a roofline of the '
+            f'target, and there is none ({error}): use "profile"'
+        ) from error
+    group = get_world_group()
+    own = (device_spec(runner.device, model.dtype), verify_ms)
+    device, samples = group.broadcast_object(own, src=0) if group.world_size > 1 else own
+    sizes = current_host().captured_sizes(runner.cudagraph_manager)
+    name: Any = config.bastion_latency_model
+    return Estimator(name, shape, device, samples, runner.max_num_tokens, _CONTEXT, sizes)
 
 
 def _time_on_gpu(runner: Any) -> tuple[Curve, Curve]:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
+from vllm_bastion.platform import current_host
 from vllm_bastion.policy.trees import Trees
 
 # Weight of a step in the mean scores, which stand for a tree whose own are not known yet.
@@ -23,7 +24,7 @@ class EarlierScores:
 
     def __init__(self, trees: Trees) -> None:
         self._log_rho = trees.log_rho
-        on_device = trees.device.type != "cpu"
+        on_device = current_host().runs_ahead
         shape = self._log_rho.shape
         self._gathered = torch.empty_like(self._log_rho)
         self._host = [torch.zeros(shape, pin_memory=on_device) for _ in range(2)]

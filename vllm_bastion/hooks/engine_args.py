@@ -27,6 +27,11 @@ _SHORT_FLAGS = (
 )
 
 
+# vLLM's worker, by the platform's choice -> ours
+_WORKERS = {
+    "vllm.v1.worker.gpu_worker.Worker": "vllm_bastion.hooks.worker.BastionWorker",
+    "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_bastion.hooks.cpu_worker.BastionCPUWorker",
+}
 # Part of vLLM's message when a step cannot hold all drafts of an engine with adapters.
 _LORA_REFUSAL = "decreasing num_speculative_tokens"
 
@@ -171,6 +176,7 @@ def _checked_config(
         if vllm_config.lora_config is not None:
             # vLLM maps rows to adapters on the host, which must know each request's rows.
             vllm_config.speculative_config.bastion_budget_timing = "exact"
+        use_own_classes(vllm_config)
         # vLLM 0.33 lowers it to fit its drafter's buffers; ours hold `max_num_seqs` requests.
         vllm_config.scheduler_config.max_num_active_seqs = self.max_num_active_seqs
     return vllm_config
@@ -263,3 +269,25 @@ def validate_v2_model_runner(original: Callable[..., None], self: Any) -> None:
     unsupported = self._get_v2_model_runner_unsupported_features()
     if unsupported:
         raise ValueError(f"Model Runner V2 does not yet support: {', '.join(unsupported)}")
+
+
+def use_own_classes(vllm_config: Any) -> None:
+    """Let the engine build our subclasses of vLLM's scheduler and worker.
+
+    Raises:
+        BastionConfigError: the user, or this platform, has named others.
+    """
+    from vllm_bastion.validate import BastionConfigError
+
+    scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
+    worker = _WORKERS.get(parallel.worker_cls)
+    for option, other in (("scheduler-cls", scheduler.scheduler_cls),
+                          ("worker-cls", None if worker else parallel.worker_cls)):  # fmt: skip
+        if other is not None:
+            raise BastionConfigError(
+                f'method "bastion" has a scheduler and a worker of its own: leave out --{option} '
+                f"({other})"
+            )
+    kind = "BastionAsyncScheduler" if scheduler.async_scheduling else "BastionScheduler"
+    scheduler.scheduler_cls = f"vllm_bastion.hooks.scheduler.{kind}"
+    parallel.worker_cls = worker

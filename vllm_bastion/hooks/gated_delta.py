@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks for targets with gated delta layers, installed with the runner's hooks."""
+"""Wrappers for targets with gated delta layers, installed with the runner's."""
 
 from __future__ import annotations
 
@@ -9,59 +9,6 @@ from dataclasses import fields, replace
 from typing import Any
 
 from vllm_bastion.config import bastion_config
-from vllm_bastion.hooks.ledger import Hook
-
-_GATED_DELTA_WORKER = 'a worker of method "bastion" whose target has gated delta layers'
-_CPU = "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention"
-_LAYER = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention"
-
-GATED_DELTA_HOOKS: tuple[Hook, ...] = (
-    Hook(
-        target="vllm.model_executor.layers.mamba.abstract:MambaBase.get_kv_cache_spec",
-        wrapper="gated_delta:get_kv_cache_spec",
-        expects="(self, vllm_config)",
-        why="it allocates a state for each of N draft tokens, and N more inputs of the convolution",
-        what="allocates one state per request",
-        upstream="speculative methods say how many states they need",
-        when=_GATED_DELTA_WORKER,
-    ),
-    Hook(
-        target="vllm.platforms.interface:Platform._align_hybrid_block_size",
-        wrapper="gated_delta:align_block_size",
-        expects="(cls, vllm_config, backend_cls)",
-        why="it makes attention's pages as large as a state with N more inputs",
-        what="counts the state as it is",
-        upstream="as above",
-        when=_GATED_DELTA_WORKER,
-    ),
-    Hook(
-        target=f"{_CPU}:_cpu_gdn_attention_nonspec",
-        wrapper="gated_delta:cpu_gdn_attention",
-        expects="(layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out)",
-        why="with one state per request it only serves rows without drafts",
-        what="runs trees and chains on our op, and leaves it the prompts",
-        upstream="a tree-capable recurrence",
-        when=_GATED_DELTA_WORKER,
-    ),
-    Hook(
-        target=f"{_LAYER}._forward_core",
-        wrapper="gated_delta:forward_core",
-        expects="(self, mixed_qkv, b, a, core_attn_out)",
-        why="it treats drafts as a chain, and stores a state after each of them",
-        what="runs trees and chains on our op, and leaves it the prompts",
-        upstream="a tree-capable recurrence",
-        when=_GATED_DELTA_WORKER,
-    ),
-    Hook(
-        target=f"{_LAYER}._can_use_fused_gdn_mtp_decode",
-        wrapper="gated_delta:can_use_fused_decode",
-        expects="(self, attn_metadata)",
-        why="it selects a kernel for up to 8 states per request that bypasses _forward_core",
-        what="refuses it for a step with rows of trees or chains",
-        upstream="a tree-capable recurrence",
-        when=_GATED_DELTA_WORKER,
-    ),
-)
 
 
 def get_kv_cache_spec(original: Callable[..., Any], self: Any, vllm_config: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on a request's sampling parameters in the front end.
+"""Wrappers that check a request's sampling parameters in the front end.
 
 vLLM does not read a request's own budget, so it is checked here.
 
@@ -28,16 +28,17 @@ MAX_NUM_STOP_TOKEN_IDS = 128
 
 
 def process_inputs(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse a streaming-input session, and a request that the worker's tables cannot hold."""
-    bastion = bastion_config(self.vllm_config) is not None
-    if bastion and kwargs.get("resumable"):
+    """Refuse a session, a wrong budget, and a request that the worker's tables cannot hold."""
+    config = bastion_config(self.vllm_config)
+    if config is not None and kwargs.get("resumable"):
         raise VLLMValidationError(
             'Streaming-input sessions are not served with method "bastion"; send each turn as a '
             "request of its own."
         )
     request = original(self, *args, **kwargs)
     params = request.sampling_params
-    if params is not None and bastion:
+    if params is not None and config is not None:
+        check_budget(params.extra_args or {}, config.num_speculative_tokens)
         check_tables(params, len(request.prompt_token_ids or ()))
     return request
 
@@ -93,20 +94,6 @@ def validate_spec_decode(original: Callable[..., None], self: Any, speculative_c
     """Accept `min_p` and `logit_bias`: trees are sampled row by row, as plain decoding is."""
     if not isinstance(speculative_config, BastionSpeculativeConfig):
         original(self, speculative_config)
-
-
-def verify(
-    original: Callable[..., None],
-    self: Any,
-    model_config: Any,
-    speculative_config: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    """Check the request's own budget."""
-    original(self, model_config, speculative_config, *args, **kwargs)
-    if isinstance(speculative_config, BastionSpeculativeConfig):
-        check_budget(self.extra_args or {}, speculative_config.num_speculative_tokens)
 
 
 def check_budget(extra_args: dict[str, Any], most: int) -> None:

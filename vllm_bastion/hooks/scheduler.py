@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks in the engine core: what is scheduled, and what is counted.
+"""The schedulers of method "bastion", subclasses of vLLM's: what is scheduled and counted.
 
 vLLM schedules K placeholders for every request, `num_spec_tokens_to_schedule`, and hands K to the
 drafter. The gate decides whether a step drafts and how (`scheduler.gate`); here K becomes 0, or
@@ -9,29 +9,24 @@ request, and reports how many with the step's output. Grammars are in `hooks.gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from itertools import chain, islice
 from time import perf_counter
 from typing import Any
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_bastion import envs
-from vllm_bastion.carriers import GrammarLimits, LastStep, SchedulerState, StepPlan, StepReport
-from vllm_bastion.config import (
-    BastionSpeculativeConfig,
-    bastion_config,
-    chain_view,
-    chain_view_of,
-    request_budget,
-)
-from vllm_bastion.hooks.grammar import attach_plan
-from vllm_bastion.hooks.telemetry import collect
+from vllm_bastion.carriers import StepPlan, StepReport
+from vllm_bastion.config import BastionSpeculativeConfig, request_budget
+from vllm_bastion.hooks.grammar import GrammarScheduler, attach_plan
+from vllm_bastion.hooks.telemetry import collect, log_whole_run, send
 from vllm_bastion.scheduler.gate import Arm, Gate
+from vllm_bastion.scheduler.state import LastStep, SchedulerState
 
 # Requests that wait for something other than tokens and the KV cache.
 _UNREADY = (
@@ -61,58 +56,58 @@ class TreeRequestMetrics(RequestSpecDecodeMetrics):
             super().observe(num_draft_tokens, num_accepted, detailed)
 
 
-def add_request(original: Callable[..., Any], self: Any, request: Any) -> None:
-    """Let `--per-request-spec-decode-metrics` count trees."""
-    original(self, request)
-    spec_config = bastion_config(self.vllm_config)
-    if spec_config is not None and request.spec_decode_metrics is not None:
-        request.spec_decode_metrics = TreeRequestMetrics.new(spec_config.max_chain_tokens)
+class TreeScheduler(GrammarScheduler):
+    """What both schedulers have in common."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.state = SchedulerState(Gate(_arms(self, self.settings)))
 
-def make_spec_decoding_stats(
-    original: Callable[..., Any],
-    self: Any,
-    spec_decoding_stats: Any,
-    num_draft_tokens: int,
-    num_accepted_tokens: int,
-    num_invalid_spec_tokens: dict[str, int] | None,
-    request_id: str,
-) -> Any:
-    """Start a step's statistics with one entry per depth in place of one per node.
+    def add_request(self, request: Any) -> None:
+        """Let `--per-request-spec-decode-metrics` count trees."""
+        super().add_request(request)
+        if request.spec_decode_metrics is not None:
+            request.spec_decode_metrics = TreeRequestMetrics.new(self.settings.max_chain_tokens)
 
-    A request without a verified node had no draft, whatever was scheduled for it.
-    """
-    spec_config = bastion_config(self.vllm_config)
-    unverified = (num_invalid_spec_tokens or {}).get(request_id, 0)
-    if spec_config is not None and num_draft_tokens <= unverified:
-        return spec_decoding_stats
-    if spec_config is not None and spec_decoding_stats is None and self.log_stats:
-        spec_decoding_stats = TreeSpecDecodingStats.new(spec_config.tree_depth)
-    return original(
+    def make_spec_decoding_stats(
         self,
-        spec_decoding_stats,
-        num_draft_tokens,
-        num_accepted_tokens,
-        num_invalid_spec_tokens,
-        request_id,
-    )
+        spec_decoding_stats: Any,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> Any:
+        """Start a step's statistics with one entry per depth in place of one per node.
 
+        A request without a verified node had no draft, whatever was scheduled for it.
+        """
+        unverified = (num_invalid_spec_tokens or {}).get(request_id, 0)
+        if num_draft_tokens <= unverified:
+            return spec_decoding_stats
+        if spec_decoding_stats is None and self.log_stats:
+            spec_decoding_stats = TreeSpecDecodingStats.new(self.settings.tree_depth)
+        return super().make_spec_decoding_stats(
+            spec_decoding_stats,
+            num_draft_tokens,
+            num_accepted_tokens,
+            num_invalid_spec_tokens,
+            request_id,
+        )
 
-def update_from_output(
-    original: Callable[..., Any], self: Any, scheduler_output: Any, model_runner_output: Any
-) -> Any:
-    """Turn nodes scheduled but not verified into vLLM's `num_invalid_spec_tokens`.
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Turn nodes scheduled but not verified into vLLM's `num_invalid_spec_tokens`.
 
-    vLLM subtracts these from the draft tokens it counts, for the engine and for the request. The
-    gate learns what the step took and emitted.
-    """
-    spec_config = bastion_config(self.vllm_config)
-    report = StepReport.find(model_runner_output)
-    if spec_config is None or not scheduler_output.num_scheduled_tokens:
-        return original(self, scheduler_output, model_runner_output)
-    drafts = scheduler_output.scheduled_spec_decode_tokens
-    if drafts:
-        report = StepReport.of(model_runner_output)
+        vLLM subtracts these from the draft tokens it counts, for the engine and for the request.
+        The gate learns what the step took and emitted.
+        """
+        report = StepReport.find(model_runner_output)
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        if drafts:
+            report = StepReport.of(model_runner_output)
+        if report is None:
+            outputs = super().update_from_output(scheduler_output, model_runner_output)
+            send(self, self.state, outputs)
+            return outputs
         verified = report.num_verified
         # Nodes that a grammar rejected before verification are already counted.
         invalid = scheduler_output.num_invalid_spec_tokens or {}
@@ -120,13 +115,76 @@ def update_from_output(
             request_id: max(len(tokens) - verified.get(request_id, 0), invalid.get(request_id, 0))
             for request_id, tokens in drafts.items()
         }
-    state, now = SchedulerState.of(self), perf_counter()
-    if report is not None:
-        _observe(state, scheduler_output, model_runner_output, now)
-    outputs = original(self, scheduler_output, model_runner_output)
-    if report is not None and envs.telemetry():
-        collect(self, state, scheduler_output, report, outputs)
-    return outputs
+        _observe(self.state, scheduler_output, model_runner_output, perf_counter())
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if envs.telemetry():
+            collect(self, self.state, scheduler_output, report, outputs)
+            send(self, self.state, outputs)
+        return outputs
+
+    def _handle_stopped_request(self, request: Any) -> bool:
+        """Count no token after a stop as computed: connectors send that many tokens' cache.
+
+        A recurrent state cannot be rolled back, so there all tokens count.
+        """
+        if not self.has_mamba_layers:
+            computed = request.num_computed_tokens - request.num_output_placeholders
+            # The last token is computed in the next step.
+            request.num_computed_tokens = min(computed, request.num_tokens - 1)
+            request.num_output_placeholders = 0
+        return super()._handle_stopped_request(request)
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        """Let the gate decide what the step ends with: K placeholders for the next step.
+
+        K is vLLM's `dynamic_sd_lookup` of any number of requests. With such a list vLLM also
+        neither pads a new request to 1 + N rows nor lets it wait until there is room for them.
+        """
+        state = self.state
+        _cut_placeholders(self, state, self.settings)
+        waited = any(request.status not in _UNREADY for request in _waiting(self))
+        plan = _plan(self, state, self.settings)
+        self.dynamic_sd_lookup = Always(state.num_drafts)
+        output = super().schedule(throttle_prefills)
+        tokens_left = output.total_num_scheduled_tokens < self.max_num_scheduled_tokens
+        state.blocked_for -= 1
+        if output.scheduled_new_reqs:
+            state.blocked_at = None
+        elif waited and tokens_left and self.scheduler_config.prefill_schedule_interval <= 1:
+            # The requests most likely wait for the KV cache, until another one leaves. With a
+            # longer interval vLLM holds them back in most steps.
+            state.blocked_at, state.blocked_for = len(self.running), _BLOCKED_FOR
+        attach_plan(self, output, plan)
+        return output
+
+    def shutdown(self) -> None:
+        """Log what the whole run drafted."""
+        log_whole_run(self.state)
+        super().shutdown()
+
+
+class BastionScheduler(TreeScheduler):
+    """Schedules a step once the output of the last one has arrived."""
+
+    def _update_request_with_output(
+        self, request: Any, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        """Cache the blocks that the emitted tokens fill, before vLLM frees any of them.
+
+        vLLM caches in the next step, after freeing the recurrent states that this step left
+        behind, and not at all when the request ends. Its asynchronous scheduler caches here.
+        """
+        running = request.status == RequestStatus.RUNNING
+        result = super()._update_request_with_output(request, new_token_ids, is_stale)
+        if running:
+            # The last token is computed in the next step.
+            known = min(request.num_tokens - 1, request.num_computed_tokens)
+            self.kv_cache_manager.cache_blocks(request, known)
+        return result
+
+
+class BastionAsyncScheduler(TreeScheduler, AsyncScheduler):
+    """Schedules a step before the output of the last one has arrived."""
 
 
 def _observe(state: SchedulerState, scheduled: Any, output: Any, now: float) -> None:
@@ -142,73 +200,6 @@ def _observe(state: SchedulerState, scheduled: Any, output: Any, now: float) -> 
     ms = (now - last.time) * 1e3 if clean else 0.0
     state.gate.observe(plan.verified, reqs, tokens, ms)
     state.last = LastStep(now, plan.arm, ms)
-
-
-def update_request_with_output(
-    original: Callable[..., Any], self: Any, request: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Cache the blocks that the emitted tokens fill, before vLLM frees any of them.
-
-    vLLM's synchronous scheduler caches in the next step, after freeing the recurrent states that
-    this step left behind, and not at all when the request ends. The asynchronous one caches here.
-    """
-    if bastion_config(self.vllm_config) is None or _runs_ahead(self.__class__):
-        return original(self, request, *args, **kwargs)
-    running = request.status == RequestStatus.RUNNING
-    result = original(self, request, *args, **kwargs)
-    if running:
-        # The last token is computed in the next step.
-        known = min(request.num_tokens - 1, request.num_computed_tokens)
-        self.kv_cache_manager.cache_blocks(request, known)
-    return result
-
-
-def prometheus_init(
-    original: Callable[..., Any], self: Any, speculative_config: Any, *args: Any, **kwargs: Any
-) -> None:
-    """Create one counter per depth; vLLM creates one per speculative token."""
-    if isinstance(speculative_config, BastionSpeculativeConfig):
-        speculative_config = chain_view(speculative_config, speculative_config.tree_depth)
-    original(self, speculative_config, *args, **kwargs)
-
-
-def structured_output_init(original: Callable[..., Any], self: Any, vllm_config: Any) -> None:
-    """Size grammar rollback by depth. `hooks.grammar` makes the bitmasks of trees itself."""
-    config = bastion_config(vllm_config)
-    num_tokens = None if config is None else config.max_chain_tokens
-    original(self, chain_view_of(vllm_config, num_tokens))
-    if config is not None:
-        GrammarLimits(config.max_grammar_tokens).attach(self)
-
-
-def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let the gate decide what the step ends with: K placeholders for each request's next step.
-
-    K is vLLM's `dynamic_sd_lookup` of any number of requests. With such a list vLLM also neither
-    pads a new request to 1 + N rows nor lets it wait until there is room for them.
-    """
-    spec_config = bastion_config(self.vllm_config)
-    if spec_config is None:
-        return original(self, *args, **kwargs)
-    state = SchedulerState.find(self)
-    if state is None:
-        state = SchedulerState(Gate(_arms(self, spec_config)))
-        state.attach(self)
-    _cut_placeholders(self, state, spec_config)
-    waited = any(request.status not in _UNREADY for request in _waiting(self))
-    plan = _plan(self, state, spec_config)
-    self.dynamic_sd_lookup = Always(state.num_drafts)
-    output = original(self, *args, **kwargs)
-    tokens_left = output.total_num_scheduled_tokens < self.max_num_scheduled_tokens
-    state.blocked_for -= 1
-    if output.scheduled_new_reqs:
-        state.blocked_at = None
-    elif waited and tokens_left and self.scheduler_config.prefill_schedule_interval <= 1:
-        # The requests most likely wait for the KV cache, until another one leaves. With a longer
-        # interval vLLM holds them back in most steps.
-        state.blocked_at, state.blocked_for = len(self.running), _BLOCKED_FOR
-    attach_plan(self, output, plan)
-    return output
 
 
 class Always(list[int]):
@@ -294,19 +285,11 @@ def _most_drafts(scheduler: Any, spec_config: BastionSpeculativeConfig, reqs: in
     return max(min(most, slots - scheduler.num_lookahead_tokens), 0)
 
 
-@cache
-def _runs_ahead(kind: type) -> bool:
-    """Whether schedulers of this class schedule a step before the last one's output arrives."""
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
-    return issubclass(kind, AsyncScheduler)
-
-
 def _cut_placeholders(
     scheduler: Any, state: SchedulerState, spec_config: BastionSpeculativeConfig
 ) -> None:
     """Cut each running request's placeholders, `spec_token_ids`, to what it can use."""
-    most, runs_ahead = state.num_drafts, _runs_ahead(scheduler.__class__)
+    most, runs_ahead = state.num_drafts, isinstance(scheduler, AsyncScheduler)
     if most and scheduler.running:
         most = min(most, _most_drafts(scheduler, spec_config, len(scheduler.running)))
     for request in scheduler.running:
@@ -354,7 +337,7 @@ def _prompt_tokens(scheduler: Any, limit: int) -> int:
 
 def _waiting(scheduler: Any) -> Iterator[Any]:
     """Requests that may come in, in the order in which vLLM's scheduler takes them."""
-    state = SchedulerState.ensure(scheduler)
+    state = scheduler.state
     running = len(scheduler.running)
     if state.blocked_for > 0 and state.blocked_at is not None and running >= state.blocked_at:
         return iter(())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks that carry what steps recorded from the engine core to every front end.
+"""Carries what steps recorded from the engine core to every front end.
 
 Between the two processes, msgpack keeps the fields that `SchedulerStats` declares and drops all
 others, those of subclasses included. One of them is a dictionary of anything:
@@ -15,10 +15,11 @@ from typing import Any
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger
 
 from vllm_bastion import envs
-from vllm_bastion.carriers import SchedulerState, StepPlan, StepReport
-from vllm_bastion.config import bastion_config, settings_of
+from vllm_bastion.carriers import StepPlan, StepReport
+from vllm_bastion.config import bastion_config, chain_view_of, settings_of
 from vllm_bastion.logger import init_logger
 from vllm_bastion.scheduler.gate import Arm
+from vllm_bastion.scheduler.state import SchedulerState
 from vllm_bastion.telemetry.collector import KEY, Collector
 from vllm_bastion.telemetry.drafter_fit import DrafterFit
 from vllm_bastion.telemetry.prometheus import TreeMetrics
@@ -35,7 +36,7 @@ def collect(
     report: StepReport,
     outputs: dict[int, Any],
 ) -> None:
-    """In the engine core: add a step, and attach a due sum to the statistics of its outputs.
+    """In the engine core: add a step.
 
     Args:
         scheduler: vLLM's Scheduler.
@@ -54,7 +55,15 @@ def collect(
         longest = max((request.num_tokens for request in drafts if request is not None), default=0)
         if longest > collector.positions:
             collector.context(longest)
-    if not collector.due(idle=not scheduler.running):
+
+
+def send(scheduler: Any, state: SchedulerState, outputs: dict[int, Any]) -> None:
+    """In the engine core: attach a due sum to the statistics of a step's outputs.
+
+    vLLM runs one more step without a token after the last request was aborted: its sum is due, too.
+    """
+    collector = state.collector
+    if collector is None or not collector.due(idle=not scheduler.running):
         return
     # Without statistics the sums wait for the next ones; they do not grow.
     stats = next((o.scheduler_stats for o in outputs.values() if o.scheduler_stats), None)
@@ -98,19 +107,16 @@ def _record(
     )
 
 
-def shutdown(original: Callable[..., Any], self: Any) -> None:
+def log_whole_run(state: SchedulerState) -> None:
     """In the engine core, when it ends: log what the whole run drafted, or why it did not.
 
-    An offline run has no periodic line. vLLM kills the process if its workers do not end in time,
-    so this comes first.
+    An offline run has no periodic line.
     """
-    state = SchedulerState.find(getattr(self, "scheduler", None))
-    if state is not None and state.collector is not None:
+    if state.collector is not None:
         collector, state.collector = state.collector, None
         line = interval_line(collector.whole(), "Bastion, the whole run")
         if line is not None:
             logger.info(line)
-    original(self)
 
 
 def _make_collector(vllm_config: Any) -> Collector:
@@ -172,9 +178,15 @@ class BastionStatLogger(AggregateStatLoggerBase):
 def stat_logger_manager_init(
     original: Callable[..., Any], self: Any, vllm_config: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Add our logger to those of a front end, as the first one."""
-    original(self, vllm_config, *args, **kwargs)
-    if bastion_config(vllm_config) is None or not envs.telemetry():
+    """Add our logger to those of a front end, as the first one.
+
+    vLLM makes a counter for each speculative token, and reads it from a list with one entry for
+    each depth of a tree.
+    """
+    config = bastion_config(vllm_config)
+    depth = None if config is None else config.tree_depth
+    original(self, chain_view_of(vllm_config, depth), *args, **kwargs)
+    if config is None or not envs.telemetry():
         return
     found = [own for own in self.stat_loggers if isinstance(own, PrometheusStatLogger)]
     # With several API servers vLLM logs no line: each of them sees a part of the statistics.

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks around the warm-up of a worker of method "bastion".
-
-Our kernels are compiled and step costs measured there, and vLLM's own warm-up is kept within the
-model's length.
-"""
+"""Wrappers that keep vLLM's warm-up within the model's length, and its profile above any step."""
 
 from __future__ import annotations
 
@@ -14,50 +10,7 @@ from typing import Any
 import torch
 
 from vllm_bastion.config import bastion_config
-from vllm_bastion.hooks.ledger import BASTION_WORKER, Hook
 from vllm_bastion.platform import current_host
-
-WARM_UP_HOOKS: tuple[Hook, ...] = (
-    Hook(
-        target="vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model",
-        wrapper="warm_up:warm_up",
-        expects="(self)",
-        why="our kernels must be compiled and step costs measured before the first request",
-        what="compiles the kernels, runs vLLM's warm-up and measures the costs",
-        upstream="a callback after warm-up",
-        when=BASTION_WORKER,
-    ),
-    Hook(
-        target="vllm.v1.worker.gpu.warmup:_warmup_kernels",
-        wrapper="warm_up:warm_up_kernels",
-        expects="(model_runner, worker_execute_model, worker_sample_tokens, greedy=)",
-        why="its requests grow by four times N + 1 rows, so with a large N they exceed the model's "
-        "length: their blocks are written into another request's row or past the table. All of "
-        "them verify N drafts at once, whose logits take more memory than any step served",
-        what="warms up with as many drafts as fit the length, of as many requests as one step can "
-        "verify",
-        upstream="bounds in `_warmup_kernels`",
-        when=BASTION_WORKER,
-    ),
-    Hook(
-        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner._dummy_sampler_run",
-        wrapper="warm_up:dummy_sampler_run",
-        expects="(self, hidden_states)",
-        why="vLLM profiles logits of one row for each request, and a step that verifies has more",
-        what="profiles the most logits that a step can have, in the model's type and in float32",
-        upstream="a profiling run with the rows of a verifying step",
-        when=BASTION_WORKER,
-    ),
-    Hook(
-        target="vllm.v1.worker.cpu_worker:CPUWorker.compile_or_warm_up_model",
-        wrapper="warm_up:warm_up",
-        expects="(self)",
-        why="as above: the CPU worker overrides the method",
-        what="as above",
-        upstream="a callback after warm-up",
-        when=BASTION_WORKER,
-    ),
-)
 
 
 def warm_up_kernels(original: Callable[..., Any], model_runner: Any, *args: Any, **kw: Any) -> Any:
@@ -98,19 +51,3 @@ def dummy_sampler_run(original: Callable[..., Any], self: Any, hidden_states: An
 
     logits = self.model.compute_logits(head_input(self, max_verified_rows(self.vllm_config)))
     torch.empty_like(logits, dtype=torch.float32)
-
-
-def warm_up(original: Callable[..., Any], self: Any) -> Any:
-    """Compile our kernels before vLLM declares its warm-up over, and measure the step costs."""
-    if bastion_config(self.vllm_config) is None:
-        return original(self)
-    from vllm_bastion.engine.profile import profile, tree_step
-
-    runner = self.model_runner
-    for part in (runner.model_state, runner.speculator, runner.adaptive_verification):
-        part.warm_up()
-    # Run the largest tree too: the trees of vLLM's warm-up requests may be smaller.
-    tree_step(runner, runner.decode_query_len)
-    times = original(self)
-    profile(runner)
-    return times

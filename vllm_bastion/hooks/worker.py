@@ -1,66 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hook in the worker process: where the runner adapters and what a CPU host needs come in.
-
-It runs after the worker class was imported (with the platform's own patches) and before the model
-runner is built, the only moment that suits both.
-"""
+"""The worker of method "bastion", a subclass of vLLM's: adapters, warm-up, weights that change."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from vllm_bastion.config import bastion_config
-from vllm_bastion.hooks.engine_args import runs_on_twins
-from vllm_bastion.platform import current_host
+from vllm.config import set_current_vllm_config
+from vllm.v1.worker.gpu_worker import Worker
 
-_CPU_WORKER = "vllm.v1.worker.cpu_worker"
-
-
-def init_device(original: Callable[..., Any], self: Any) -> None:
-    """Install native kernels where they are needed, and the adapters of method "bastion"."""
-    if runs_on_twins(self.vllm_config):
-        current_host().install_twins()
-    if bastion_config(self.vllm_config) is not None:
-        install_adapters(self.vllm_config)
-    original(self)
+from vllm_bastion.config import settings_of
+from vllm_bastion.hooks.hook import BASTION_WORKER, GATED_DELTA_WORKER
+from vllm_bastion.hooks.table import HOOKS
 
 
-def install_adapters(vllm_config: Any) -> None:
-    """Install the hooks inside the model runner; a second call does nothing.
+class BastionWorker(Worker):
+    """vLLM's worker; the model runner that it builds gets our parts."""
 
-    Raises:
-        HookError: a symbol of vLLM is missing or has changed.
+    def init_device(self) -> None:
+        """Install the hooks inside the model runner, then build it.
+
+        Raises:
+            HookError: a symbol of vLLM is missing or has changed.
+        """
+        install_hooks(hybrid=self.model_config.is_hybrid)
+        super().init_device()
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Compile our kernels before vLLM declares its warm-up over, and measure the step costs."""
+        from vllm_bastion.engine.profile import profile, tree_step
+
+        runner: Any = self.model_runner
+        for part in (runner.model_state, runner.speculator, runner.adaptive_verification):
+            part.warm_up()
+        # Run the largest tree too: the trees of vLLM's warm-up requests may be smaller.
+        tree_step(runner, runner.decode_query_len)
+        times = super().compile_or_warm_up_model()
+        profile(runner)
+        return times
+
+    def execute_dummy_batch(self) -> None:
+        """Join the step of a data-parallel rank that has work, with one row in place of N + 1.
+
+        Other ranks' steps are padded to as many rows as this one has.
+        """
+        runner: Any = self.model_runner
+        runner._dummy_run(1, randomize_inputs=self.randomize_dummy_inputs)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Renew what depends on the target's weights, such as packed copies."""
+        super().reload_weights(*args, **kwargs)
+        self._weights_changed()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load a drafter's weights as at the start: vLLM joins them while some are missing."""
+        with self._loading():
+            super().update_weights(update_info)
+
+    def finish_weight_update(self) -> None:
+        """Renew what depends on the weights."""
+        with self._loading():
+            super().finish_weight_update()
+        self._weights_changed()
+
+    def _loading(self) -> AbstractContextManager[None]:
+        if not (self._weight_update_active and self._weight_update_is_draft):
+            return nullcontext()
+        from vllm_bastion.engine.weights import loading_drafter
+
+        return loading_drafter(self.get_draft_model(), settings_of(self.vllm_config).method)
+
+    def _weights_changed(self) -> None:
+        from vllm_bastion.engine.weights import weights_changed
+
+        with set_current_vllm_config(self.vllm_config):
+            weights_changed(self.model_runner.get_model(), self.get_draft_model())
+
+
+def install_hooks(*, hybrid: bool) -> None:
+    """Wrap the functions of a worker; a second call does nothing.
+
+    Not before the worker's class is imported: on a CPU the platform's own patches come first.
+
+    Args:
+        hybrid: whether the target has gated delta layers.
     """
-    from vllm_bastion.hooks.gated_delta import GATED_DELTA_HOOKS
-    from vllm_bastion.hooks.runner import RUNNER_HOOKS
-    from vllm_bastion.hooks.warm_up import WARM_UP_HOOKS
-
-    for hook in (*RUNNER_HOOKS, *WARM_UP_HOOKS, *GATED_DELTA_HOOKS):
-        if hook in GATED_DELTA_HOOKS and not vllm_config.model_config.is_hybrid:
-            continue
-        if hook.target.partition(":")[0] == _CPU_WORKER and _CPU_WORKER not in sys.modules:
-            continue  # importing the CPU worker patches torch
-        hook.install()
-
-
-def execute_dummy_batch(original: Callable[..., None], self: Any) -> None:
-    """Join the step of a rank that has work, with one row in place of N + 1."""
-    if bastion_config(self.vllm_config) is None:
-        original(self)
-    else:
-        self.model_runner._dummy_run(1, randomize_inputs=self.randomize_dummy_inputs)
-
-
-def rebind_kernels(original: Callable[..., None], overrides: Any) -> None:
-    """Let vLLM's scan of all modules get past llvmlite.
-
-    llvmlite's library object has no `__dict__`. A look-up of `__dict__` on it searches for a C
-    function of that name; an entry in its table of functions is found first.
-    """
-    if (ffi := sys.modules.get("llvmlite.binding.ffi")) is not None:
-        functions = getattr(ffi.lib, "_fntab", None)
-        if isinstance(functions, dict):
-            functions.setdefault("__dict__", {})
-    original(overrides)
+    places = {BASTION_WORKER} | ({GATED_DELTA_WORKER} if hybrid else set())
+    for hook in HOOKS:
+        if hook.when in places:
+            hook.install()

@@ -25,7 +25,6 @@ from bastion_kernels import (
     CopyRows,
     ancestor_bits,
     bind_slots,
-    bind_tails,
     expand_best_first,
     merge_topk,
     topk_logprobs,
@@ -84,8 +83,6 @@ class Trees:
         # On the host: each request's own limit on its nodes.
         self.node_limits_host = np.full(slots, num_nodes, dtype=np.int32)
         self.bits = zeros(slots, num_nodes + 1, (num_nodes + 32) // 32)
-        self.base_rows = torch.zeros((), dtype=torch.int32, device=device)
-        self.emitted = zeros(slots)
         # [S] tokens of each request's n-gram draft that are expected to be accepted.
         self.copied = torch.zeros(slots, device=device)
         # Of the current step, by row of its batch (padding rows: slot -1, tail 0).
@@ -121,18 +118,12 @@ class Trees:
 
     # ---- end of step t: the drafter's logits become trees -------------------------------
 
-    def bind_rows(
-        self, idx_mapping: torch.Tensor | None = None, num_sampled: torch.Tensor | None = None
-    ) -> None:
+    def bind_rows(self, idx_mapping: torch.Tensor | None = None) -> None:
         """Set the request slots that the next ``grow_lattice`` writes to; none for a dummy batch.
 
-        Args:
-            idx_mapping: [R] int64 request slots.
-            num_sampled: [R] int32 tokens that the requests have emitted in this step.
+        idx_mapping: [R] int64 request slots.
         """
-        if idx_mapping is None or num_sampled is None:
-            idx_mapping, num_sampled = self.row_slots[:0], self.emitted[:0]
-        bind_slots(idx_mapping, num_sampled, self.row_slots, self.base_rows, self.emitted)
+        bind_slots(self.row_slots[:0] if idx_mapping is None else idx_mapping, self.row_slots)
 
     def rank(
         self,
@@ -308,7 +299,7 @@ class Trees:
         """
         if idx_mapping is None:
             idx_mapping = self.step_slots[:0]
-        bind_tails(idx_mapping, tails, self.step_slots, self.tail_lens)
+        bind_slots(idx_mapping, self.step_slots, self.tail_lens, tails)
 
     def positions_by_depth(
         self,

@@ -75,7 +75,7 @@ def drafted(steps: Sequence[StepRecord]) -> tuple[int, int]:
 
 @dataclass
 class Totals:
-    """Sums over steps. Every field but `now` only grows."""
+    """Sums over steps. Every field but `gain` only grows."""
 
     # (kind, reason) -> steps
     steps: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -159,7 +159,8 @@ class Totals:
     def from_plain(cls, plain: dict[str, Any]) -> Totals:
         """The inverse of `to_plain`."""
         steps = {(kind, reason): count for kind, reason, count in plain["steps"]}
-        return cls(**{**plain, "steps": steps})
+        times = {kind: (count, ms) for kind, (count, ms) in plain["times"].items()}
+        return cls(**{**plain, "steps": steps, "times": times})
 
 
 def _added(first: Sequence[int], second: Sequence[int]) -> list[int]:

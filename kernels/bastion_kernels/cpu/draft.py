@@ -7,15 +7,12 @@ tie-breaker below it.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from bastion_kernels.cpu.cache import njit
 from bastion_kernels.draft.best_first import ExpandBestFirst
-from bastion_kernels.draft.budget import ChooseBudget, TakeBest
+from bastion_kernels.draft.take_best import TakeBest
 
-_UNIT = 2**40  # units of rho = 1, as in `budget`
 _INFINITE = 0x7F800000  # bits of the fp32 +inf
 
 
@@ -72,7 +69,7 @@ def _next_candidate(logprobs, r, depth, own, after):
 @njit
 def _expand(
     tokens, logprobs, children, in_order, slots,
-    out_tokens, parents, depths, log_rho, num_nodes, log_kappa,
+    out_tokens, parents, depths, log_rho, num_nodes,
     copied, places, copy_rows, sources,
 ):  # fmt: skip
     """logprobs: [R, D, P, M]. in_order: P = 1, and a candidate's column is its rank; else P = M.
@@ -151,8 +148,6 @@ def _expand(
             parent_a, rank_a, before_a, depth_a, above_a = count, 0, -1, depth + 1, cost[0]
             parent_b, rank_b, before_b, depth_b, above_b = parent, rank + 1, candidate, depth, above
         num_nodes[slot] = count
-        if log_kappa.shape[0] > 0:
-            log_rho[slot, :count] += log_kappa[slot]
         out_tokens[r, count:] = 0
         parents[slot, count:] = -1
         depths[slot, count:] = 0
@@ -161,13 +156,11 @@ def _expand(
             sources[slot, count:] = 0
 
 
-_NO_KAPPA = np.empty(0, np.float32)
 _NO_COPY, _NO_COPY_ROWS = np.empty((0, 0), np.int32), np.empty((0, 0, 0, 0), np.float32)
 
 
 def expand_best_first(op: ExpandBestFirst) -> None:
     """Algorithm 1 with a heap."""
-    log_kappa = _NO_KAPPA if op.log_kappa is None else op.log_kappa.numpy()
     copied, places, copy_rows, sources = _NO_COPY, _NO_COPY, _NO_COPY_ROWS, _NO_COPY
     if (copies := op.copies) is not None:
         copied, places, sources = (
@@ -177,7 +170,7 @@ def expand_best_first(op: ExpandBestFirst) -> None:
     _expand(
         op.candidates.numpy(), op.logprobs.numpy(), op.top_k, op.stateless, op.slots.numpy(),
         op.out_tokens.numpy(), op.parents.numpy(),
-        op.depths.numpy(), op.log_rho.numpy(), op.num_nodes.numpy(), log_kappa,
+        op.depths.numpy(), op.log_rho.numpy(), op.num_nodes.numpy(),
         copied, places, copy_rows, sources,
     )  # fmt: skip
 
@@ -192,85 +185,36 @@ def _key_of(score, row):
 
 
 @njit
-def _merge(log_rho, slots, limits, floor, cost_ms, base, total, num_verify, promised):
-    """Go through all requests' nodes with scores of at least `floor`, best first.
-
-    With `total` < 0 search for the best n by cost, else take the `total` best.
-    """
+def _take(log_rho, slots, limits, total, counts):
+    """Count each slot's nodes among the `total` best of all requests."""
     reqs, columns = slots.shape[0], log_rho.shape[1]
     heap = np.empty(reqs + 1, np.int64)
     heads = np.zeros(reqs, np.int64)
-    size, active = 0, 0
+    size = 0
     for row in range(reqs):
-        slot = slots[row]
-        if slot < 0:
-            continue
-        active += 1
-        num_verify[slot] = 0
-        if promised.shape[0] > 0:
-            promised[slot] = 0.0
-        if min(limits[slot], columns) > 0 and log_rho[slot, 0] >= floor:
-            _push(heap, size, _key_of(log_rho[slot, 0], row))
+        if slots[row] >= 0 and min(limits[slots[row]], columns) > 0:
+            _push(heap, size, _key_of(log_rho[slots[row], 0], row))
             size += 1
-    searching = total < 0
-    most = cost_ms.shape[0] - 1 - base if searching else total
-    sums = np.zeros(reqs if searching else 0, np.int64)
-    mass, best, n, best_n = active * _UNIT, 0.0, 0, 0
-    if searching and most >= 0:
-        best = mass / np.float64(cost_ms[base])
-    # rows in the order in which their nodes were taken; the first best_n count
-    order = np.empty(reqs * columns if searching else 0, np.int32)
-    while size > 0 and n < most:
+    while size > 0 and total > 0:
+        total -= 1
         row = heap[0] & 0xFFFFFFFF
-        slot, column = slots[row], heads[row]
-        if searching:
-            order[n] = row
-            mass += np.int64(math.exp(np.float64(log_rho[slot, column])) * _UNIT)
-        else:
-            num_verify[slot] += 1
-        n += 1
-        heads[row] = column + 1
-        if column + 1 < min(limits[slot], columns) and log_rho[slot, column + 1] >= floor:
-            _replace_top(heap, size, _key_of(log_rho[slot, column + 1], row))
+        slot, column = slots[row], heads[row] + 1
+        counts[slot] += 1
+        heads[row] = column
+        if column < min(limits[slot], columns):
+            _replace_top(heap, size, _key_of(log_rho[slot, column], row))
         else:
             size -= 1
             if size > 0:
                 _replace_top(heap, size, heap[size])
-        if searching:
-            speed = mass / np.float64(cost_ms[base + n])
-            if speed > best:
-                best, best_n = speed, n
-    for i in range(best_n):
-        row = order[i]
-        slot = slots[row]
-        sums[row] += np.int64(math.exp(np.float64(log_rho[slot, num_verify[slot]])) * _UNIT)
-        num_verify[slot] += 1
-    if promised.shape[0] > 0:
-        for row in range(reqs):
-            if slots[row] >= 0:
-                promised[slots[row]] = sums[row] / np.float64(_UNIT)
-
-
-_NO_COST, _NO_PROMISE = np.ones(1, np.float32), np.empty(0, np.float32)
-
-
-def choose_budget(op: ChooseBudget) -> None:
-    """Merge the sorted lists; keep the n of the best S."""
-    promise = _NO_PROMISE if op.promised is None else op.promised.numpy()
-    _merge(
-        op.log_rho.numpy(), op.slots.numpy(), op.limits.numpy(), np.finfo(np.float32).min,
-        op.cost_ms.numpy(), int(op.base_rows), -1, op.num_verify.numpy(), promise,
-    )  # fmt: skip
 
 
 def take_best(op: TakeBest) -> None:
     """Merge the sorted lists up to `total` nodes."""
     slots, reqs = op.slots.numpy(), op.slots.shape[0]
     counts = np.zeros(op.log_rho.shape[0], np.int32)
-    _merge(
-        op.log_rho.numpy(), slots, op.limits.numpy(), np.float32(-np.inf), _NO_COST, 0,
-        min(op.total, op.log_rho.numel()), counts, _NO_PROMISE,
-    )  # fmt: skip
+    total = min(op.total, op.log_rho.numel())
+    _take(op.log_rho.numpy(), slots, op.limits.numpy(), total, counts)
     active, root = slots >= 0, np.ones_like(counts)
     for start, others in ((op.logits_start, root), (op.rows_start, op.rest.numpy())):
         ends = start.numpy()[: reqs + 1]

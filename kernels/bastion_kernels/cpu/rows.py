@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from bastion_kernels.cpu.cache import njit
-from bastion_kernels.rows import BindSlots, BindTails, ContextRows
+from bastion_kernels.rows import BindSlots, ContextRows
 
 _NO_TREES = np.empty(0, np.int32)
 
@@ -25,14 +25,9 @@ def _bind(idx_mapping, cu_num_logits, slots, tail_lens):
 
 
 def bind_slots(op: BindSlots) -> None:
-    _bind(op.idx_mapping.numpy(), _NO_TREES, op.slots.numpy(), _NO_TREES)
-    op.base_rows.fill_(max(op.idx_mapping.shape[0], 1))
-    op.emitted.numpy()[op.idx_mapping.numpy()] = op.num_sampled.numpy()
-
-
-def bind_tails(op: BindTails) -> None:
     tails = _NO_TREES if op.cu_num_logits is None else op.cu_num_logits.numpy()
-    _bind(op.idx_mapping.numpy(), tails, op.slots.numpy(), op.tail_lens.numpy())
+    lens = _NO_TREES if op.tail_lens is None else op.tail_lens.numpy()
+    _bind(op.idx_mapping.numpy(), tails, op.slots.numpy(), lens)
 
 
 @njit

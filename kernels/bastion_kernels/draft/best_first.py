@@ -88,8 +88,6 @@ class ExpandBestFirst(ReadsLattice):
     """`[S, N]` fp32, path scores, written."""
     num_nodes: Tensor
     """`[S]` int32, columns in use, written."""
-    log_kappa: Tensor | None = None
-    """`[S]` fp32, added to every path score of the slot on writing; None: 0."""
     copies: CopyRows | None = None
     """Copies that may become branches of these trees; None: none."""
 
@@ -103,8 +101,6 @@ class ExpandBestFirst(ReadsLattice):
         self.expect("depths", (num_slots, limit), torch.int32)
         self.expect("log_rho", (num_slots, limit), torch.float32)
         self.expect("num_nodes", (num_slots,), torch.int32)
-        if self.log_kappa is not None:
-            self.expect("log_kappa", (num_slots,), torch.float32)
         if self.copies is not None:
             length, kind = self.copies.tokens.shape[1], torch.int32
             for name, shape, dtype in (
@@ -137,7 +133,6 @@ class ExpandBestFirst(ReadsLattice):
             depths=self.depths,
             log_rho=self.log_rho,
             num_nodes=self.num_nodes,
-            log_kappa=self.log_kappa,
             copied=None if copies is None else copies.tokens,
             places=None if copies is None else copies.places,
             copy_rows=None if copies is None else copies.rows,

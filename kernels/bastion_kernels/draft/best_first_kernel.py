@@ -59,7 +59,6 @@ def expand_kernel(
     depths,
     log_rho,
     num_nodes,
-    log_kappa,
     copied,
     places,
     copy_rows,
@@ -205,9 +204,6 @@ def expand_kernel(
         tl.store(out_tokens + i_r * stride_out_tokens_r + o_n, b_token, mask=m_n)
         tl.store(parents + slot * stride_parents_s + o_n, tl.where(m_used, b_above, -1), mask=m_n)
         tl.store(depths + slot * stride_depths_s + o_n, tl.where(m_used, b_depth, 0), mask=m_n)
-        shift = 0.0
-        if log_kappa is not None:
-            shift = tl.load(log_kappa + slot)
-        b_score = tl.where(m_used, shift - b_score, float("-inf"))
+        b_score = tl.where(m_used, -b_score, float("-inf"))
         tl.store(log_rho + slot * stride_log_rho_s + o_n, b_score, mask=m_n)
         tl.store(num_nodes + slot, count)

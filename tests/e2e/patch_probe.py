@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this plugin has changed in a running engine's process, found by looking at everything.
 
-`python -m tests.e2e.ledger_probe SPEC OUT` starts the engine of a JSON spec, decodes a few tokens,
+`python -m tests.e2e.patch_probe SPEC OUT` starts the engine of a JSON spec, decodes a few tokens,
 and writes what it finds in every module and class of vLLM, PyTorch and Triton, and in every object
 of such a class.
 
@@ -147,7 +147,7 @@ def changed_objects() -> list[str]:
 
 
 def _tables() -> dict[int, str]:
-    """Identities of the dicts that rows of the ledger name, and their targets."""
+    """Identities of the dicts that rows of the patch table name, and their targets."""
     found: dict[int, str] = {}
     if "vllm_bastion.hooks" not in sys.modules:
         return found

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger against running engines: every change has its row, and every row its change.
+"""The patch table against running engines: every change has its row, and every row its change.
 
 Each engine runs in a fresh process, beside the same engine without this plugin or without method
-"bastion", and `ledger_probe` looks through both.
+"bastion", and `patch_probe` looks through both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.e2e.assigned import every_change
 from tests.e2e.engines import _INTERPRETED, ENVIRONMENT, ROOT, Engine
 from tests.e2e.marks import on_cpu
 from tests.e2e.test_cuda_path import PLAIN, SETUP
-from vllm_bastion.hooks.ledger import BASTION_WORKER, EVERY_PROCESS, NATIVE_WORKER, Change
+from vllm_bastion.hooks.hook import BASTION_WORKER, EVERY_PROCESS, NATIVE_WORKER, Change
 
 pytestmark = on_cpu("engines on a CPU host", pytest.mark.slow)
 
@@ -52,7 +52,7 @@ def _survey(engine: Engine, setup: list[str], variables: dict[str, str], out: Pa
     path = [str(ROOT), str(ROOT / "tests"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path).rstrip(os.pathsep)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.ledger_probe", json.dumps(spec), str(out)],
+        [sys.executable, "-m", "tests.e2e.patch_probe", json.dumps(spec), str(out)],
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
@@ -90,7 +90,7 @@ def _new_descriptions(own: dict[str, Any], other: dict[str, Any]) -> set[str]:
 @pytest.fixture(scope="module")
 def surveys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[set[str], set[str]]]:
     """Of each kind of engine: changed attributes, and changed attributes of objects."""
-    folder, found = tmp_path_factory.mktemp("ledger"), {}
+    folder, found = tmp_path_factory.mktemp("patches"), {}
     for name, (engine, other, setup, variables, others) in ENGINES.items():
         own = _survey(engine, setup, variables, folder / f"{name}.json")
         without = _survey(other, setup, others, folder / f"{name}, without.json")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A row of the ledger: one thing outside of this package that it changes, and why."""
+"""A row of the patch table: one thing outside of this package that it changes, and why."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from vllm_bastion.versions import capabilities
 # Where a change is made. Any other text in `Change.when` names a narrower condition.
 EVERY_PROCESS = "every process that loads vLLM's plugins"
 BASTION_WORKER = 'every worker of an engine with method "bastion"'
+GATED_DELTA_WORKER = 'a worker of method "bastion" whose target has gated delta layers'
 NATIVE_WORKER = "every worker that runs Model Runner V2 on a CPU host without Triton"
 
 

@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The patch table: every function of vLLM that is wrapped, and why.
+
+`hooks.apply_all` installs the rows of every process, and `hooks.worker` those of a worker. What is
+changed without a wrapper is listed in tests/e2e/assigned.py; tests/e2e/test_patch_table.py compares
+running engines with both.
+"""
+
+from __future__ import annotations
+
+from vllm_bastion.hooks.hook import BASTION_WORKER, GATED_DELTA_WORKER, Hook
+
+# The entry is installed on every vLLM, so that a request for the method gets our message.
+ENTRY = Hook(
+    target="vllm.engine.arg_utils:EngineArgs.create_speculative_config",
+    wrapper="engine_args:create_speculative_config",
+    expects="(self, target_model_config, target_parallel_config)",
+    why='the schema of SpeculativeConfig has neither method "bastion" nor its keys',
+    what="builds a BastionSpeculativeConfig, which vLLM treats as its drafter's method",
+    upstream="a registry of speculative methods",
+)
+
+HOOKS: tuple[Hook, ...] = (
+    # the user's arguments and vLLM's configuration
+    ENTRY,
+    Hook(
+        target="vllm.engine.arg_utils:EngineArgs.create_engine_config",
+        wrapper="engine_args:create_engine_config",
+        expects="(self, usage_context=, headless=)",
+        why="only the finished configuration shows what trees cannot serve",
+        what="refuses it in one sentence, and selects FlashAttention on a GPU by default",
+        upstream="a validation hook for plugins",
+    ),
+    Hook(
+        target="vllm.engine.arg_utils:EngineArgs.add_cli_args",
+        wrapper="engine_args:add_cli_args",
+        expects="(parser)",
+        why="the parser refuses --spec-method bastion",
+        what="adds it to the choices",
+        upstream="a registry of speculative methods",
+    ),
+    Hook(
+        target="vllm.config.vllm:VllmConfig.num_lookahead_tokens",
+        wrapper="engine_args:num_lookahead_tokens",
+        expects="(self)",
+        why="vLLM reserves N + 1 KV slots per request for a drafter that writes gamma + 1",
+        what="returns gamma + 1",
+        upstream="the property reads the speculative configuration",
+    ),
+    Hook(
+        target="vllm.config.vllm:VllmConfig.use_v2_model_runner",
+        wrapper="engine_args:use_v2_model_runner",
+        expects="(self)",
+        why="vLLM selects the V1 runner on a CPU host without a Triton back end",
+        what=(
+            "selects V2, whose kernels have native twins; for other methods only with "
+            "VLLM_USE_V2_MODEL_RUNNER=1, which vLLM would refuse there"
+        ),
+        upstream="V2 without Triton on CPU hosts",
+    ),
+    Hook(
+        target="vllm.config.vllm:VllmConfig._validate_v2_model_runner",
+        wrapper="engine_args:validate_v2_model_runner",
+        expects="(self)",
+        why="it refuses V2 without Triton",
+        what="keeps its other checks",
+        upstream="V2 without Triton on CPU hosts",
+    ),
+    # requests in the front end
+    Hook(
+        target="vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+        wrapper="requests:process_inputs",
+        expects=(
+            "(self, request_id, prompt, params, supported_tasks, arrival_time=, lora_request=, "
+            "tokenization_kwargs=, trace_headers=, priority=, data_parallel_rank=, resumable=, "
+            "session_id=, kv_hints=)"
+        ),
+        why=(
+            "V2's worker raises on sampling parameters that exceed its tables, and the engine "
+            "ends; vLLM does not read a request's own budget, and a session's turn may end inside "
+            "a step"
+        ),
+        what=(
+            'refuses such a request before it reaches the engine core, a "bastion_budget" that is '
+            "not a whole number from 0 to N, and sessions"
+        ),
+        upstream=(
+            "the same limits in SamplingParams.verify; a per-request number of speculative tokens"
+        ),
+    ),
+    Hook(
+        target="vllm.sampling_params:SamplingParams._validate_spec_decode",
+        wrapper="requests:validate_spec_decode",
+        expects="(self, speculative_config)",
+        why="it refuses min_p and logit_bias with any speculative decoding",
+        what="accepts them: a tree's rows are processed as plain decoding's are",
+        upstream="a property of the speculative method",
+    ),
+    # statistics
+    Hook(
+        target="vllm.v1.metrics.loggers:StatLoggerManager.__init__",
+        wrapper="telemetry:stat_logger_manager_init",
+        expects=(
+            "(self, vllm_config, engine_idxs=, custom_stat_loggers=, enable_default_loggers=, "
+            "aggregate_engine_logging=, client_count=)"
+        ),
+        why=(
+            "vLLM's statistics have no place for trees, and its plugins for loggers are loaded by "
+            "the server only"
+        ),
+        what=(
+            "adds our logger, which takes our sums out of the statistics, and makes vLLM's own "
+            "counters by position one per depth"
+        ),
+        upstream="statistics that know trees; logger plugins offline too",
+    ),
+    # Model Runner V2 on a CPU host
+    Hook(
+        target="vllm.v1.worker.worker_base:WorkerWrapperBase.init_device",
+        wrapper="native:init_device",
+        expects="(self)",
+        why="no Triton back end launches V2's kernels on a CPU host",
+        what="installs native kernels before the runner is built",
+        upstream="V2 without Triton on CPU hosts",
+    ),
+    Hook(
+        target="vllm.triton_utils.dispatcher:_rebind_kernels",
+        wrapper="native:rebind_kernels",
+        expects="(overrides)",
+        why=(
+            "it calls vars() on every module's globals and breaks on llvmlite's library: on a CPU "
+            "host no engine starts in a process that has imported Numba, as an earlier engine has"
+        ),
+        what="gives llvmlite's library an empty __dict__ first",
+        upstream="a scan that ignores a __dict__ that is not a dict",
+    ),
+    # what models are built of
+    Hook(
+        target="vllm.model_executor.layers.attention.attention:get_attn_backend",
+        wrapper="layers:get_attn_backend",
+        expects=(
+            "(head_size, dtype, kv_cache_dtype, use_mla=, has_sink=, use_sparse=, use_mm_prefix=, "
+            "use_per_head_quant_scales=, attn_type=, num_heads=, has_sliding_window=)"
+        ),
+        why="no backend of vLLM takes a tree mask",
+        what="the target's layers get ours; the drafter's keep vLLM's",
+        upstream="a tree-capable backend",
+        when=BASTION_WORKER,
+    ),
+    Hook(
+        target="vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+        wrapper="layers:cpu_product",
+        expects="(layer, remove_weight)",
+        why=(
+            "on a CPU drafting is bound by the bandwidth of weights; without matrix registers, 17 "
+            "rows take oneDNN 1.7 times as long as one"
+        ),
+        what=(
+            "the drafter's layers multiply in int8 (`bastion_drafter_weights`); without matrix "
+            "registers, other layers use our bf16 product; a head reuses the memory of its logits"
+        ),
+        upstream="online int8 quantisation of a drafter on a CPU; a product for few rows",
+        when=BASTION_WORKER,
+    ),
+    Hook(
+        target="vllm.model_executor.layers.logits_processor:_topk",
+        wrapper="layers:top_k",
+        expects="(scores, k)",
+        why="PyTorch's top-k of a vocabulary takes three times as long as ours on a CPU",
+        what="a drafter's candidates are ranked by ours there",
+        upstream="a faster top-k on a CPU",
+        when=BASTION_WORKER,
+    ),
+    Hook(
+        target="vllm.compilation.decorators:_try_load_aot_compiled_fn",
+        wrapper="layers:load_compiled",
+        expects="(model, aot_compilation_path)",
+        why="on a CPU the stored function has no `finalize_loading`, so every start compiles",
+        what="loads such a function, which is complete without it",
+        upstream="vLLM checks whether the function has it",
+        when=BASTION_WORKER,
+    ),
+    # the model runner
+    Hook(
+        target="vllm.v1.worker.gpu.model_runner:init_speculator",
+        wrapper="runner:init_speculator",
+        expects="(vllm_config, device, req_states)",
+        why="the speculator is chosen by a closed if/elif over the methods",
+        what="builds the drafter's kind of BastionSpeculator",
+        upstream="a registry of speculators",
+        when=BASTION_WORKER,
+    ),
+    Hook(
+        target="vllm.v1.worker.gpu.model_runner:init_model_state",
+        wrapper="runner:init_model_state",
+        expects="(vllm_config, model, encoder_cache, device)",
+        why="the class follows from the model, not from the speculative method",
+        what="builds BastionModelState",
+        upstream="a registry of model states",
+        when=BASTION_WORKER,
+    ),
+    Hook(
+        target="vllm.v1.worker.gpu.model_runner:maybe_create_adaptive_verification_manager",
+        wrapper="runner:create_manager",
+        expects=(
+            "(enable_adaptive_verification, attn_groups, req_states, query_start_loc, "
+            "num_bonus_tokens, max_total_logits, vllm_config, target_layer_names=, "
+            "additional_attn_cg_support=, copy_admitted_drafts_to_host=)"
+        ),
+        why="vLLM's manager ranks positions of a chain by confidence",
+        what="builds TreeBudgetManager, which ranks the nodes of trees",
+        upstream="a seam for other managers",
+        when=BASTION_WORKER,
+    ),
+    Hook(
+        target="vllm.v1.worker.gpu.model_runner:resolve_adaptive_cudagraph_mode",
+        wrapper="runner:resolve_cudagraph_mode",
+        expects="(mode, piecewise_capture_available)",
+        why="it asserts FULL graphs; an eager engine, and every CPU engine, has none",
+        what="leaves such a mode as it is",
+        upstream="adaptive verification without graphs",
+        when=BASTION_WORKER,
+    ),
+    Hook(
+        target="vllm.v1.worker.gpu.model_runner:ModelCudaGraphManager",
+        wrapper="runner:cudagraph_manager",
+        expects=(
+            "(vllm_config, device, cudagraph_mode, decode_query_len, lora_capture_cases=, "
+            "varlen_decode=, ubatch_runner=)"
+        ),
+        why="a FULL graph holds the tree kernel, which plain steps need not run",
+        what="builds BastionCudaGraphManager, which has graphs for plain steps too",
+        upstream="adaptive verification captures plain steps",
+        when=BASTION_WORKER,
+    ),
+    Hook(
+        target="vllm.v1.worker.gpu.model_runner:StructuredOutputsWorker",
+        wrapper="runner:structured_outputs_worker",
+        expects="(max_num_logits, vocab_size, device, mask_stride)",
+        why="a bitmask for N drafts per request is 10 GB at N = 512, 1024 requests and V = 152k",
+        what="builds SharedBitmask, which has at most 4096 rows",
+        upstream="a per-request number of speculative tokens",
+        when=BASTION_WORKER,
+    ),
+    Hook(
+        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model",
+        wrapper="runner:execute_model",
+        expects=(
+            "(self, scheduler_output, intermediate_tensors=, dummy_run=, "
+            "skip_attn_for_dummy_run=, is_profile=, context_len=, valid_dummy_state_slots=, "
+            "randomize_inputs=)"
+        ),
+        why=(
+            "a grammar may reject nodes of a tree that the worker already has; vLLM copies whole "
+            "blocks, in which rows of the drafter may be missing until they are stored"
+        ),
+        what="removes these nodes, and stores these rows, before the step",
+        upstream="draft tokens with parents",
+        when=BASTION_WORKER,
+    ),
+    Hook(
+        target="vllm.v1.worker.gpu.model_runner:DraftTokensHandler",
+        wrapper="runner:draft_tokens_handler",
+        expects="(device=)",
+        why=(
+            "the engine core checks drafts against grammars, but does not know the drafts' parents"
+        ),
+        what="sends parents with the tokens",
+        upstream="draft tokens with parents",
+        when=BASTION_WORKER,
+    ),
+    Hook(
+        target="vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin._set_active_loras",
+        wrapper="runner:set_active_loras",
+        expects="(self, prompt_lora_mapping, token_lora_mapping, lora_requests, mapping_type=)",
+        why="it maps scheduled rows to adapters; a trimmed step has fewer, and a logit per node",
+        what="maps the step's own rows and logits",
+        upstream="adaptive verification with LoRA",
+        when=BASTION_WORKER,
+    ),
+    Hook(
+        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
+        wrapper="runner:sample_tokens",
+        expects="(self, grammar_output)",
+        why=(
+            "only the worker knows how many nodes were verified; vLLM 0.33's warm-up sends "
+            "bitmask rows for N drafts per request"
+        ),
+        what=(
+            "attaches the counts, and whether steps draft, to the output for the scheduler; drops "
+            "the rows beyond 63 drafts"
+        ),
+        upstream="adaptive verification reports what it verified",
+        when=BASTION_WORKER,
+    ),
+    # its warm-up
+    Hook(
+        target="vllm.v1.worker.gpu.warmup:_warmup_kernels",
+        wrapper="warm_up:warm_up_kernels",
+        expects="(model_runner, worker_execute_model, worker_sample_tokens, greedy=)",
+        why=(
+            "its requests grow by four times N + 1 rows, so with a large N they exceed the "
+            "model's length: their blocks are written into another request's row or past the "
+            "table. All of them verify N drafts at once, whose logits take more memory than any "
+            "step served"
+        ),
+        what=(
+            "warms up with as many drafts as fit the length, of as many requests as one step can "
+            "verify"
+        ),
+        upstream="bounds in `_warmup_kernels`",
+        when=BASTION_WORKER,
+    ),
+    Hook(
+        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner._dummy_sampler_run",
+        wrapper="warm_up:dummy_sampler_run",
+        expects="(self, hidden_states)",
+        why="vLLM profiles logits of one row for each request, and a step that verifies has more",
+        what="profiles the most logits that a step can have, in the model's type and in float32",
+        upstream="a profiling run with the rows of a verifying step",
+        when=BASTION_WORKER,
+    ),
+    # gated delta layers
+    Hook(
+        target="vllm.model_executor.layers.mamba.abstract:MambaBase.get_kv_cache_spec",
+        wrapper="gated_delta:get_kv_cache_spec",
+        expects="(self, vllm_config)",
+        why=(
+            "it allocates a state for each of N draft tokens, and N more inputs of the convolution"
+        ),
+        what="allocates one state per request",
+        upstream="speculative methods say how many states they need",
+        when=GATED_DELTA_WORKER,
+    ),
+    Hook(
+        target="vllm.platforms.interface:Platform._align_hybrid_block_size",
+        wrapper="gated_delta:align_block_size",
+        expects="(cls, vllm_config, backend_cls)",
+        why="it makes attention's pages as large as a state with N more inputs",
+        what="counts the state as it is",
+        upstream="as above",
+        when=GATED_DELTA_WORKER,
+    ),
+    Hook(
+        target="vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_cpu_gdn_attention_nonspec",
+        wrapper="gated_delta:cpu_gdn_attention",
+        expects="(layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out)",
+        why="with one state per request it only serves rows without drafts",
+        what="runs trees and chains on our op, and leaves it the prompts",
+        upstream="a tree-capable recurrence",
+        when=GATED_DELTA_WORKER,
+    ),
+    Hook(
+        target=(
+            "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention._forward_core"
+        ),
+        wrapper="gated_delta:forward_core",
+        expects="(self, mixed_qkv, b, a, core_attn_out)",
+        why="it treats drafts as a chain, and stores a state after each of them",
+        what="runs trees and chains on our op, and leaves it the prompts",
+        upstream="a tree-capable recurrence",
+        when=GATED_DELTA_WORKER,
+    ),
+    Hook(
+        target=(
+            "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention._can_use_fused_gdn_mtp_decode"
+        ),
+        wrapper="gated_delta:can_use_fused_decode",
+        expects="(self, attn_metadata)",
+        why="it selects a kernel for up to 8 states per request that bypasses _forward_core",
+        what="refuses it for a step with rows of trees or chains",
+        upstream="a tree-capable recurrence",
+        when=GATED_DELTA_WORKER,
+    ),
+)
