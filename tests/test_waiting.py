@@ -22,6 +22,7 @@ from benchmarks import TINY
 from vllm_bastion import plugin
 from vllm_bastion.carriers import StepReport
 from vllm_bastion.hooks.scheduler import BastionAsyncScheduler, BastionScheduler, TreeScheduler
+from vllm_bastion.scheduler.gate import Arm, Gate
 
 NODES, ROWS, BLOCKS = 64, 128, 4096
 SOON = 40  # steps; the others take 300
@@ -30,7 +31,9 @@ SOON = 40  # steps; the others take 300
 class Loop:
     """A scheduler, and a runner that accepts no draft token."""
 
-    def __init__(self, kind: type[TreeScheduler], max_model_len: int = 1024) -> None:
+    def __init__(
+        self, kind: type[TreeScheduler], max_model_len: int = 1024, blocks: int = BLOCKS
+    ) -> None:
         plugin.register()
         settings = {
             "method": "bastion",
@@ -42,21 +45,21 @@ class Loop:
             max_num_batched_tokens=ROWS, enable_prefix_caching=False,
             speculative_config=settings | {"num_speculative_tokens": NODES},
         ).create_engine_config()  # fmt: skip
-        config.cache_config.num_gpu_blocks = BLOCKS
+        config.cache_config.num_gpu_blocks = blocks
         spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
         groups = [KVCacheGroupSpec([name], spec) for name in ("target", "drafter")]
         self.scheduler = kind(
             vllm_config=config,
-            kv_cache_config=KVCacheConfig(BLOCKS, [], groups),
+            kv_cache_config=KVCacheConfig(blocks, [], groups),
             structured_output_manager=StructuredOutputManager(config),
             block_size=16,
         )
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._ahead = int(kind is BastionAsyncScheduler)
 
-    def add(self, name: str, max_tokens: int = 3, **more: Any) -> Request:
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        request = Request(name, list(range(1, 21)), params, None, **more)
+    def add(self, name: str, max_tokens: int = 3, extra_args: Any = None) -> Request:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args)
+        request = Request(name, list(range(1, 21)), params, None)
         self.scheduler.add_request(request)
         return request
 
@@ -73,7 +76,8 @@ class Loop:
             ended, output = self._in_flight.popleft()
             self.scheduler.update_from_output(ended, output)
             if not self._ahead:
-                drafts = DraftTokenIds(names, [[-1] * NODES for _ in names])
+                count = step.num_spec_tokens_to_schedule
+                drafts = DraftTokenIds(names, [[-1] * count for _ in names])
                 self.scheduler.update_draft_token_ids(drafts)
         return step
 
@@ -102,10 +106,12 @@ def test_a_new_request(loop: Loop) -> None:
 def test_a_request_whose_grammar_was_compiled_meanwhile(loop: Loop) -> None:
     request: Any = loop.add("grammar")
     request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-    request.structured_output_request = SimpleNamespace(grammar=None)
+    request.structured_output_request = SimpleNamespace(grammar=None, reasoning_ended=True)
     for _ in range(3):
         loop.step()
-    request.structured_output_request.grammar = object()
+    request.structured_output_request.grammar = SimpleNamespace(
+        accept_tokens=lambda *_: True, is_terminated=lambda: False
+    )
     assert loop.comes_in("grammar")
 
 
@@ -128,3 +134,30 @@ def test_steps_follow_each_other_up_to_the_models_length(kind: type[TreeSchedule
         assert step.total_num_scheduled_tokens > 0
         nodes.append(len(step.scheduled_spec_decode_tokens.get("long", ())))
     assert max(nodes) > NODES // 2 and nodes[-1] < 4
+
+
+@pytest.mark.parametrize("kind", [BastionScheduler, BastionAsyncScheduler])
+def test_placeholders_preempt_no_request(kind: type[TreeScheduler]) -> None:
+    """Two requests of 20 + 100 tokens, in a cache that holds these and what the drafter writes."""
+    loop = Loop(kind, blocks=2 * 2 * (120 + 2 * 16) // 16)
+    loop.scheduler.state.gate = Gate((Arm.TREE,))
+    requests = [loop.add(name, 100) for name in "ab"]
+    drafted = 0
+    while loop.scheduler.has_unfinished_requests():
+        drafted += len(loop.step().scheduled_spec_decode_tokens)
+    assert [request.num_output_tokens for request in requests] == [100, 100]
+    assert [request.num_preemptions for request in requests] == [0, 0]
+    assert drafted > 50
+
+
+@pytest.mark.parametrize("kind", [BastionScheduler, BastionAsyncScheduler])
+def test_requests_that_want_no_drafts_decode_plainly(kind: type[TreeScheduler]) -> None:
+    loop = Loop(kind)
+    for name in "ab":
+        loop.add(name, 20, {"bastion_budget": 0})
+    loop.step()  # the prompts, before the requests are known to run
+    for _ in range(8):
+        step = loop.step()
+        assert step.num_spec_tokens_to_schedule == 0 and not step.scheduled_spec_decode_tokens
+    loop.add("c", 100)
+    assert any("c" in loop.step().scheduled_spec_decode_tokens for _ in range(8))

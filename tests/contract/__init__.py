@@ -14,8 +14,8 @@ from tests.contract.table import MINORS, SHORT, TABLE
 
 __all__ = ["CONTRACT", "INHERITED_OF_MANAGER", "MINORS", "Reliance"]
 
-# The only member of AdaptiveVerificationManager that TreeBudgetManager inherits: it does not run the
-# base constructor.
+# The only member of AdaptiveVerificationManager that TreeBudgetManager inherits: the constructor of
+# its base class does not run.
 INHERITED_OF_MANAGER = "set_cost_curves"
 
 

@@ -370,7 +370,8 @@ hooks/scheduler.py
     @body request.spec_decode_metrics = RequestSpecDecodeMetrics.new(
   vllm.v1.spec_decode.metrics:SpecDecodingProm.__init__ @why one counter for each of these
     @body speculative_config.num_speculative_tokens
-  vllm.v1.spec_decode.metrics:SpecDecodingStats @names new num_draft_tokens num_drafts num_spec_tokens observe_draft
+  vllm.v1.spec_decode.metrics:SpecDecodingStats @names new num_draft_tokens
+      num_drafts num_spec_tokens observe_draft
   vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager @names block_size
   vllm.v1.core.kv_cache_manager:KVCacheManager @names block_pool coordinator
 hooks/telemetry.py

@@ -11,7 +11,7 @@ import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from bastion_kernels import context_rows
-from tests.test_hooks import _engine_with, _settings
+from tests.scheduler_core import engine_of, settings
 from vllm_bastion.drafters.dflash import BastionSpeculator
 from vllm_bastion.engine.deferred import DeferredContext
 from vllm_bastion.engine.runtime import Runtime
@@ -123,7 +123,7 @@ def test_a_full_buffer_is_stored() -> None:
 
 
 def test_rows_that_wait_are_stored_before_vllm_copies_blocks() -> None:
-    runner, order = SimpleNamespace(vllm_config=_engine_with(_settings())), []
+    runner, order = SimpleNamespace(vllm_config=engine_of(settings())), []
     runtime = runner.vllm_config.speculative_config.worker_runtime = Runtime(SimpleNamespace())
     runtime.deferred = SimpleNamespace(flush=lambda: order.append("stored"))
     for copies in (None, [object()]):

@@ -317,15 +317,15 @@ def _most_near_the_end(request: Any, max_model_len: int) -> int:
 
 
 def _prompt_tokens(scheduler: Any, limit: int) -> int:
-    """Tokens that requests without placeholders could use next, counted up to `limit`."""
+    """Tokens that prompts could use next beside one of each request, counted up to `limit`."""
     most = scheduler.scheduler_config.long_prefill_token_threshold or limit
     left = (
         request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
         for request in scheduler.running
         if not request.spec_token_ids
     )
-    # Negative while a step with drafts is in flight.
-    tokens = sum(min(max(tokens, 0), most) for tokens in left)
+    # One in plain decoding; none, or fewer, while a step is in flight.
+    tokens = sum(min(max(tokens - 1, 0), most) for tokens in left)
     for request in _waiting(scheduler):
         if tokens >= limit:
             break
