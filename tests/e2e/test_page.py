@@ -43,7 +43,7 @@ def test_the_page_of_a_server(runner: Runner, tmp_path: Path) -> None:
         assert found["trees"] == server.counters()["drafts"] > 0
         assert found["nodes"] == server.counters()["draft_tokens"]
         assert found["tokens"] == 60 and found["gain"] is None
-        assert ["tree", "fixed budget"] in [step[:2] for step in found["steps"]]
+        assert ["tree", "fastest"] in [step[:2] for step in found["steps"]]
         if find_chromium() is None:
             pytest.skip(f"the server's part passed; {MISSING}")
         with Browser() as browser:
@@ -61,6 +61,6 @@ def test_the_page_of_a_server(runner: Runner, tmp_path: Path) -> None:
             assert browser.run("return document.querySelectorAll('#nodes path').length") == 2
             assert browser.run("return document.querySelectorAll('#depths rect').length") > 0
             text = browser.run("return document.getElementById('reasons').innerText")
-            assert "fixed budget" in text
+            assert "fastest" in text
             assert browser.errors() == []
         page.shutdown()

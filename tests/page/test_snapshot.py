@@ -17,21 +17,20 @@ import pytest
 
 from tests.telemetry.registries import registered
 from vllm_bastion.page import html, make_server, snapshot
-from vllm_bastion.telemetry.record import StepRecord, StepTime, Totals
+from vllm_bastion.telemetry.record import StepRecord, Totals
 
 RECORDS = [
-    StepRecord("tree", "pays", 2, 14, [8, 4], [3, 1], 5.0, 4.0, 9.0, 6.0,
-               [StepTime("tree", 14, 5.0, 6.0)], {"rows": 1.5}, [6, 4, 2, 2, 1, 1]),
-    StepRecord("plain", 'a "reason"} \\ x', 1, 1, plain_ms=3.0, step_ms=3.0),
-]  # fmt: skip
+    StepRecord("tree", "fastest", 2, [8, 4], [3, 1], 5.0, 6.0, [6, 4, 2, 2, 1, 1]),
+    StepRecord("plain", 'a "reason"} \\ x', 1),
+]
 
 
 def metrics(*engines: str) -> str:
     """The text of /metrics, as if each engine had made all steps."""
     registry, own = registered({i: [f"m{i}", name] for i, name in enumerate(engines)})
-    totals = Totals()
-    totals.add(RECORDS)
     for i in range(len(engines)):
+        totals = Totals(gain=None if i == 1 else 1.0 + i)  # one has not measured it
+        totals.add(RECORDS)
         own.observe(totals, i)
     return prometheus_client.generate_latest(registry).decode()
 
@@ -43,14 +42,15 @@ def test_a_snapshot_adds_engines_up(engines: tuple[str, ...]) -> None:
     found = snapshot(metrics(*engines) + other)
     assert found.pop("seconds") > 0
     assert sorted(found.pop("steps")) == [
-        ["plain", 'a "reason"} \\ x', n], ["tree", "pays", n]
+        ["plain", 'a "reason"} \\ x', n], ["tree", "fastest", n]
     ]  # fmt: skip
     assert found == {
         "model": ", ".join(f"m{i}" for i in range(n)), "running": 3, "tokens": 7, "trees": 2 * n,
-        "nodes": 12 * n, "accepted": 4 * n, "accepted_by_depth": [2 * n, n, n],
-        "accepted_by_source": {"drafter": 2 * n, "lookup": n, "both": n}, "expected": 5 * n,
-        "actual": 4 * n, "gain": 12 / 9, "times": [["tree", 16, n, 5 * n, 6 * n]],
-        "factors": {"rows": 1.5},
+        "nodes": 12 * n, "accepted": 4 * n, "request_steps": 3 * n, "expected": 5 * n,
+        "accepted_by_depth": [2 * n, n, n],
+        "nodes_by_source": {"drafter": 6 * n, "lookup": 4 * n, "both": 2 * n},
+        "accepted_by_source": {"drafter": 2 * n, "lookup": n, "both": n},
+        "gain": 1.0 if n == 1 else 2.0, "times": [["tree", n, 6 * n]],
     }  # fmt: skip
 
 

@@ -11,6 +11,8 @@ from contextlib import suppress
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
+from itertools import chain
+from math import isnan
 from typing import Any
 from urllib.request import urlopen
 
@@ -87,7 +89,7 @@ def _data(url: str) -> dict[str, Any]:
 
 
 def snapshot(text: str) -> dict[str, Any]:
-    """What the page shows of `/metrics`: counters summed over engines, and gauges' means."""
+    """What the page shows of `/metrics`: counters summed over engines, and the mean gain."""
     # name -> labels but the engine's -> a value for each engine
     found: dict[str, dict[tuple[str, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
     models = set()
@@ -104,9 +106,8 @@ def snapshot(text: str) -> dict[str, Any]:
         return sum(map(sum, found[name].values()))
 
     depths = by_labels("accepted_by_depth_total")
-    predicted, measured = by_labels("predicted_step_ms_total"), by_labels("measured_step_ms_total")
-    plain_ms, step_ms = total("bastion_plain_equivalent_ms_total"), total("bastion_decode_ms_total")
-    factors = found["bastion_correction_factor"]
+    step_ms, gains = by_labels("step_ms_total"), chain(*found["bastion_measured_gain"].values())
+    known = [gain for gain in gains if not isnan(gain)]
     return {
         "seconds": time.time(),
         "model": ", ".join(sorted(models - {""})),
@@ -115,15 +116,15 @@ def snapshot(text: str) -> dict[str, Any]:
         "steps": [[*labels, count] for labels, count in by_labels("steps_total").items()],
         "trees": total("bastion_nodes_verified_count"),
         "nodes": total("bastion_nodes_verified_sum"),
-        "accepted": sum(depths.values()),
+        "accepted": total("bastion_accepted_tokens_total"),
+        "request_steps": total("bastion_request_steps_total"),
+        "expected": total("bastion_expected_tokens_total"),
         "accepted_by_depth": [depths[key] for key in sorted(depths, key=lambda key: int(key[0]))],
+        "nodes_by_source": {k: n for (k,), n in by_labels("nodes_by_source_total").items()},
         "accepted_by_source": {k: n for (k,), n in by_labels("accepted_by_source_total").items()},
-        "expected": total("bastion_promised_tokens_total"),
-        "actual": total("bastion_yielded_tokens_total"),
-        "gain": plain_ms / step_ms if step_ms > 0 else None,
+        "gain": sum(known) / len(known) if known else None,
         "times": [
-            [kind, int(rows), count, predicted[kind, rows], measured[kind, rows]]
-            for (kind, rows), count in by_labels("timed_steps_total").items()
+            [kind, count, step_ms[(kind,)]]
+            for (kind,), count in by_labels("timed_steps_total").items()
         ],
-        "factors": {part: sum(values) / len(values) for (part,), values in factors.items()},
     }
