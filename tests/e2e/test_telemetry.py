@@ -44,7 +44,9 @@ def test_metrics_are_what_the_engine_did(runner: Runner) -> None:
         assert metrics[f"bastion_nodes_verified_bucket/{bound}.0"] == below
     for depth in range(1, max(GAMMA, *depths) + 1):
         reached = sum(found >= depth for found in depths)
-        assert metrics.get(f"bastion_accepted_by_depth/{depth}", 0) == reached
+        # Ours are without what a reply's end has cut off.
+        counted = metrics.get(f"bastion_accepted_by_depth/{depth}", 0)
+        assert reached - len(run["requests"]) <= counted <= reached
 
     steps = {
         tuple(name.split("/")[1:]): count
