@@ -38,7 +38,6 @@ def run(case: Case, driver: FakeDriver, emulation: Emulation) -> dict[str, Any]:
     arguments, folder = case.engine_arguments(), Path(os.environ["VLLM_BASTION_CACHE"]) / case.name
     weights = None if case.weights is None else new_weights.NewWeights(case, arguments, folder)
     _watch_lengths(emulation.errors)
-    _watch_flight(driver, emulation.errors)
     begin = time.perf_counter()
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     started = time.perf_counter()
@@ -93,7 +92,7 @@ def run(case: Case, driver: FakeDriver, emulation: Emulation) -> dict[str, Any]:
 
 
 def _watch_lengths(errors: list[str]) -> None:
-    """Note each step, of warm-up and calibration too, in which a request leaves the model's length.
+    """Note each step, of the warm-up too, in which a request leaves the model's length.
 
     Its blocks have no place in the block table then: a GPU writes into other memory.
     """
@@ -111,41 +110,6 @@ def _watch_lengths(errors: list[str]) -> None:
         return execute(self, step, *args, **kwargs)
 
     GPUModelRunner.execute_model = execute_model
-
-
-def _watch_flight(driver: FakeDriver, errors: list[str]) -> None:
-    """Note each step of the calibration that begins while two others may be running.
-
-    vLLM stages what the device reads of a step in host memory, which it takes again two steps
-    later: a GPU that still reads it writes wherever the new numbers say.
-    """
-    import torch
-    from vllm_bastion.calibration.tree_steps import TreeSteps
-
-    begin, ends = TreeSteps.__init__, list[torch.cuda.Event]()
-
-    def watched(steps: TreeSteps, runner: Any) -> None:
-        begin(steps, runner)
-        if ends:
-            return
-        driver.begin_step()  # from here on, only what the host has waited for is done
-        execute, sample = runner.execute_model, runner.sample_tokens
-
-        def execute_model(step: Any, *args: Any, **kwargs: Any) -> Any:
-            own = any(name.startswith("_bastion_") for name in step.num_scheduled_tokens)
-            if own and len(ends) > 1 and not ends[-2].query():
-                errors.append("calibration: three steps are in flight")
-            return execute(step, *args, **kwargs)
-
-        def sample_tokens(grammar: Any) -> Any:
-            sampled = sample(grammar)
-            ends.append(torch.cuda.Event())
-            ends[-1].record()
-            return sampled
-
-        runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
-
-    TreeSteps.__init__ = watched
 
 
 def _prompts(engine: Any, case: Case) -> list[list[int]]:
