@@ -60,7 +60,7 @@ def new_request(drafts: int = 0, grammar: bool = False, **more: Any) -> Any:
     given: dict[str, Any] = {
         "num_tokens": 30, "num_computed_tokens": 29, "num_output_tokens": 5, "max_tokens": 100,
         "num_output_placeholders": 0, "sampling_params": None, "status": RequestStatus.WAITING,
-        "use_structured_output": grammar, "spec_token_ids": [-1] * drafts,
+        "use_structured_output": grammar, "spec_token_ids": [-1] * drafts, "blocks": 2,
     }  # fmt: skip
     return SimpleNamespace(**(given | more))
 
@@ -76,7 +76,10 @@ def new_core(
 
     free: blocks left in the KV cache, which has two groups.
     """
-    groups = [SimpleNamespace(block_size=BLOCK)] * 2
+    for name, request in requests.items():
+        request.request_id = name
+    blocks = {name: [0] * request.blocks for name, request in requests.items()}
+    groups = [SimpleNamespace(block_size=BLOCK, req_to_blocks=blocks)] * 2
     return make_core(
         kind,
         vllm_config=engine_of(config or settings(), graph),

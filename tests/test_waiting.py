@@ -77,6 +77,9 @@ class Loop:
             self.scheduler.update_from_output(ended, output)
             if not self._ahead:
                 count = step.num_spec_tokens_to_schedule
+                # Trees of a grammar need its back end.
+                running = self.scheduler.running
+                names = [r.request_id for r in running if not r.use_structured_output]
                 drafts = DraftTokenIds(names, [[-1] * count for _ in names])
                 self.scheduler.update_draft_token_ids(drafts)
         return step

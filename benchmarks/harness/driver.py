@@ -144,7 +144,6 @@ class Driver:
             if hasattr(proposer, "propose"):
                 self._clock.watch(proposer, "propose", "draft")
         self._responses: list[Response] = []
-        self._timer = own_timer(self._runner)
         self._waited_s = 0.0  # in other engines' turns
 
     def drive(
@@ -168,8 +167,6 @@ class Driver:
                 self._note(output, now)
             if now >= turn_ends:
                 self._waited_s += end_turn()
-                if self._timer is not None:
-                    self._timer.interrupted()
                 turn_ends = self._now() + turn_s
         self._scheduler.update_from_output = original
         return self._responses
@@ -224,8 +221,3 @@ class Driver:
             return done
 
         self._scheduler.update_from_output = watched
-
-
-def own_timer(runner: Any) -> Any:
-    """bastion's `StepTimer`, or None in an engine without."""
-    return getattr(getattr(getattr(runner, "speculator", None), "runtime", None), "timer", None)

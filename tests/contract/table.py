@@ -372,7 +372,7 @@ hooks/scheduler.py
     @body speculative_config.num_speculative_tokens
   vllm.v1.spec_decode.metrics:SpecDecodingStats @names new num_draft_tokens
       num_drafts num_spec_tokens observe_draft
-  vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager @names block_size
+  vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager @names block_size req_to_blocks
   vllm.v1.core.kv_cache_manager:KVCacheManager @names block_pool coordinator
 hooks/telemetry.py
   vllm.v1.metrics.loggers:PrometheusStatLogger @names _counter_cls _gauge_cls _histogram_cls

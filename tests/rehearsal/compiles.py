@@ -3,9 +3,9 @@
 
 A kernel that is compiled for the first time in a step holds that step up for a second. So the
 warm-up must have launched every kernel, in every variant that a step uses. Launches do nothing
-here, but each compiles its kernel for an H100. Every engine runs steps with drafts, with copies
-alone and with neither, and requests that need every kind of processing. Drafters are DFlash's:
-others would have FlashInfer compile its top-k for minutes.
+here, but each compiles its kernel for an H100. Every engine runs steps with trees, with n-gram
+drafts alone and with neither, and requests that need every kind of processing. Drafters are
+DFlash's: others would have FlashInfer compile its top-k for minutes.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def check() -> list[str]:
         kernels = [line.split() for line in lines if line.startswith(f"{_FOUND} ")]
         ours = _kernels()
         problems += [
-            f"compiles, {name}: {kernel} in a step with {kind}"
+            f"compiles, {name}: {kernel} in a step of {kind}"
             for _, kernel, kind in kernels
             if kernel in ours
         ]
@@ -124,7 +124,7 @@ def _run(arguments: dict[str, Any]) -> None:
     )
 
     def compiled(*, fn_name: str, **event: Any) -> None:
-        print(_FOUND, fn_name, steps.kind, flush=True)
+        print(_FOUND, fn_name, steps.kind.name, flush=True)
 
     jit_monitor._handle_jit_event = compiled
     always = {"max_tokens": 900, "ignore_eos": True, "detokenize": False}

@@ -92,7 +92,7 @@ def run(case: Case, driver: FakeDriver, emulation: Emulation) -> dict[str, Any]:
 
 
 def _watch_lengths(errors: list[str]) -> None:
-    """Note each step, of warm-up and profiling too, in which a request leaves the model's length.
+    """Note each step, of the warm-up too, in which a request leaves the model's length.
 
     Its blocks have no place in the block table then: a GPU writes into other memory.
     """

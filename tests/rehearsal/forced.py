@@ -1,31 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of a chosen kind, with launches that do nothing.
 
-Nothing is emulated, so the device computes no tokens and no scores. Each step emits as many tokens
-as it would on average: the count is written into the memory that the driver calls the device's.
+Nothing is emulated, so the device computes no tokens and no scores. Each step verifies as many
+nodes and emits as many tokens as it would on average: these counts are written into the memory that
+the driver calls the device's.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from vllm_bastion.scheduler.gate import Arm
+
 NODES, EMITTED = 16, 4
-KINDS = ("drafts", "copies", "plain")
+KINDS = (Arm.TREE, Arm.NGRAM, Arm.PLAIN)
 
 
 class Steps:
-    """Every step ends with a draft, with copies alone, or with neither, as `kind` says."""
+    """Every step ends with `kind`, where the engine has that arm."""
 
-    def __init__(self, kind: str = "drafts") -> None:
+    def __init__(self, kind: Arm = Arm.TREE) -> None:
         self.kind = kind
 
     def install(self) -> None:
         """From now on, in this process."""
         self._emit()
         self._decide()
+        self._size()
 
     def _emit(self) -> None:
         """Each request emits `EMITTED` tokens, or as many as it has drafts and one more."""
@@ -39,25 +44,42 @@ class Steps:
             counts = (
                 [1] * batch.num_reqs if drafts is None else np.minimum(1 + drafts, EMITTED).tolist()
             )
-            numbers = (ctypes.c_int32 * batch.num_reqs).from_address(found[1].data_ptr())
-            numbers[:] = counts
+            _write(found[1], counts)
             return found
 
         GPUModelRunner.sample = sampled
 
     def _decide(self) -> None:
-        from vllm_bastion.engine.budget import TreeBudgetManager
-        from vllm_bastion.scheduler.gate import Arm, Gate
+        from vllm_bastion.scheduler.gate import Gate
 
-        arm = {"drafts": Arm.TREE, "copies": Arm.NGRAM, "plain": Arm.PLAIN}[self.kind]
-        choose, size = Gate.choose, TreeBudgetManager._choose
+        choose = Gate.choose
 
-        def chosen(gate: Gate, num_reqs: int) -> Arm:
+        def chosen(gate: Any, num_reqs: int) -> Arm:
             choose(gate, num_reqs)  # its time is part of a step
-            return arm
+            return self.kind if self.kind in gate.arms else gate.arms[-1]
 
-        def nodes(manager: TreeBudgetManager, most: int) -> np.ndarray:
-            size(manager, most)
-            return np.minimum(manager._limits, NODES).astype(np.int32)
+        Gate.choose = chosen
 
-        Gate.choose, TreeBudgetManager._choose = chosen, nodes
+    def _size(self) -> None:
+        """A step verifies `NODES` nodes a request, as evenly as the host's split."""
+        from vllm_bastion.engine.budget import TreeBudgetManager
+        from vllm_bastion.engine.scores import even_split
+
+        choose, take = TreeBudgetManager._choose, TreeBudgetManager._take_best
+
+        def chosen(manager: Any, most: int) -> np.ndarray:
+            choose(manager, most)
+            total = min(NODES * np.count_nonzero(manager._limits), most)
+            return even_split(int(total), manager._limits)
+
+        def taken(manager: Any, slots: Any, total: int, cu_num_logits: Any) -> None:
+            take(manager, slots, total, cu_num_logits)
+            if len(manager._num_logits_np) == len(cu_num_logits):  # not in the warm-up
+                _write(cu_num_logits, manager._num_logits_np.tolist())
+
+        TreeBudgetManager._choose, TreeBudgetManager._take_best = chosen, taken
+
+
+def _write(tensor: Any, numbers: Sequence[int]) -> None:
+    """Write int32 numbers to the begin of a tensor."""
+    (ctypes.c_int32 * len(numbers)).from_address(tensor.data_ptr())[:] = numbers

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m tests.rehearsal host`: the host's time in a step, with launches that do nothing.
 
-Drafts, or copies alone, are forced, with as many nodes in every step; see `forced`. Nothing else
-may run on the machine.
+Trees, or n-gram drafts alone, are forced, with as many nodes in every step; see `forced`. Nothing
+else may run on the machine.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from tests.rehearsal.cases import TINY
 from tests.rehearsal.forced import Steps
+from vllm_bastion.scheduler.gate import Arm
 
 _WARM_UP, _STEPS, _LOADS = 30, 150, (1, 16, 64)
 _DRAFTER = {"model": str(TINY / "drafter")}
@@ -27,7 +28,7 @@ _ENGINES: dict[str, dict[str, Any] | None] = {
     "dflash, 15 tokens": {"method": "dflash", "num_speculative_tokens": 15, **_DRAFTER},
     "bastion, adaptive": {"method": "bastion", "bastion_lookup": False, **_DRAFTER},
     "bastion, adaptive, lookup": {"method": "bastion", **_DRAFTER},
-    "bastion, copies alone": {"method": "bastion", **_DRAFTER},
+    "bastion, n-gram drafts alone": {"method": "bastion", **_DRAFTER},
 }
 
 
@@ -39,7 +40,7 @@ def measure(arguments: list[str]) -> int:
     if given.only:
         _run(
             _ENGINES[given.only],
-            Steps("copies" if "copies" in given.only else "drafts"),
+            Steps(Arm.NGRAM if "alone" in given.only else Arm.TREE),
             given.profile,
         )
         sys.stdout.flush()

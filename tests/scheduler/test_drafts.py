@@ -51,8 +51,10 @@ def drafts_of(core: Any) -> int:
         (1, {"graph": 512}, NODES), (16, {"graph": 512}, 31), (513, {"graph": 512}, 0),
         (1, {"config": settings(8)}, 8), (400, {"config": settings(8)}, 4),
         (1, {"config": settings(0)}, 0),
-        (1, {"free": 12}, NODES), (1, {"free": 8}, 4 * BLOCK - GAMMA - 1),
-        (2, {"free": 8}, 2 * BLOCK - GAMMA - 1), (4, {"free": 5}, 0), (1, {"free": 0}, 0),
+        # Of a request's own two blocks, 29 slots are in use.
+        (1, {"free": 12}, NODES), (1, {"free": 8}, 6 * BLOCK - 29 - 1 - (GAMMA + 1)),
+        (2, {"free": 8}, 4 * BLOCK - 29 - 1 - (GAMMA + 1)), (4, {"free": 5}, 0),
+        (1, {"free": 0}, 0),
     ],
 )  # fmt: skip
 def test_k_fits_the_step_the_largest_graph_and_the_cache(
@@ -187,7 +189,7 @@ def test_placeholders_follow_k(kind: Any) -> None:
     core = new_core(kind, a=new_request())
     core.max_num_scheduled_tokens = 128
     assert cut(core) == {"a": NODES}
-    core.running += [new_request() for _ in range(3)]
+    core.running += [new_request(request_id=str(i)) for i in range(3)]
     core.requests["a"].spec_token_ids = [-1] * NODES
     schedule(core)
     assert len(core.requests["a"].spec_token_ids) == 31
@@ -195,6 +197,13 @@ def test_placeholders_follow_k(kind: Any) -> None:
     core.requests["a"].spec_token_ids = [-1] * 31
     schedule(core)
     assert core.requests["a"].spec_token_ids == []
+
+
+def test_a_full_cache_leaves_each_request_its_own_blocks() -> None:
+    core = new_core(
+        free=0, few=new_request(), some=new_request(blocks=5), many=new_request(blocks=9)
+    )
+    assert cut(core) == {"few": 0, "some": 5 * BLOCK - 29 - 1 - (GAMMA + 1), "many": NODES}
 
 
 @pytest.mark.parametrize("left", [1, 2, 3, 4, 20, 21, 200])

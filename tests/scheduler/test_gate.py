@@ -150,7 +150,10 @@ def test_a_stalled_process_and_a_clock_that_jumps() -> None:
 def test_batches_have_times_of_their_own() -> None:
     """One request alone, 16 at once, back to one: trees pay for one request only."""
     gate = Gate(BOTH)
-    costs: Costs = lambda arm, reqs: (1.0 + 0.05 * reqs) * (1.5 + 0.2 * reqs if arm else 1.0)
+
+    def costs(arm: Arm, reqs: int) -> float:
+        return (1.0 + 0.05 * reqs) * (1.5 + 0.2 * reqs if arm else 1.0)
+
     machine = Machine(gate, costs, {Arm.PLAIN: 1.0, Arm.TREE: 2.5})
     machine.run(200, reqs=1)
     assert machine.run(200, reqs=1)[Arm.TREE] > 140
@@ -161,12 +164,12 @@ def test_batches_have_times_of_their_own() -> None:
 
 def test_costs_that_change_are_found() -> None:
     for before, after, best in ((3.0, 1.2, Arm.TREE), (1.2, 3.0, Arm.PLAIN)):
-        tree_ms = before
+        now = {Arm.PLAIN: 1.0, Arm.TREE: before}
         machine = Machine(
-            Gate(BOTH), lambda arm, _: tree_ms if arm else 1.0, {Arm.PLAIN: 1.0, Arm.TREE: 2.0}
+            Gate(BOTH), lambda arm, _, now=now: now[arm], {Arm.PLAIN: 1.0, Arm.TREE: 2.0}
         )
         machine.run(400)
-        tree_ms = after
+        now[Arm.TREE] = after
         machine.run(1000)
         assert machine.run(300)[best] > 270
 

@@ -30,9 +30,8 @@ from vllm_bastion.policy.cost import Estimator, ModelShape, device_spec
 
 logger = init_logger(__name__)
 
-# Rows to time without graphs. A matrix unit's tile has 16 rows, and `bastion_kernels.cpu.linear`
-# reads its weights once for 24.
-_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128, 256, 512)
+# Rows to time without graphs. Times rise by steps, most of them below 32 rows.
+_ROWS = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 128, 256, 512)
 _REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 # Cached tokens of a dummy request.
 _CONTEXT = 16

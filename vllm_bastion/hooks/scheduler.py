@@ -231,7 +231,8 @@ def _plan(scheduler: Any, state: SchedulerState, spec_config: BastionSpeculative
     gate, verified, reason = state.gate, state.arm, state.reason
     reqs = len(scheduler.running) + len(scheduler.waiting)
     reqs = max(min(reqs, scheduler.max_num_running_reqs), 1)
-    arm, num_drafts = Arm.PLAIN, _most_drafts(scheduler, spec_config, reqs)
+    arm, num_drafts = Arm.PLAIN, _most_in_step(scheduler, spec_config, reqs)
+    num_drafts = max(_most_in_cache(scheduler, num_drafts), default=num_drafts)
     room = scheduler.max_num_scheduled_tokens - reqs
     prompts_wait = room <= 0 or _prompt_tokens(scheduler, room) >= room
     if prompts_wait:
@@ -264,11 +265,10 @@ def _wants_drafts(scheduler: Any, spec_config: BastionSpeculativeConfig) -> bool
     )
 
 
-def _most_drafts(scheduler: Any, spec_config: BastionSpeculativeConfig, reqs: int) -> int:
-    """K: as many nodes of each request as a step, the largest graph and the KV cache have room for.
+def _most_in_step(scheduler: Any, spec_config: BastionSpeculativeConfig, reqs: int) -> int:
+    """As many nodes of each request as a step and the largest graph have room for.
 
-    A step beyond the largest graph takes several times as long on an H100. Placeholders for which
-    there are no blocks would preempt a request.
+    A step beyond the largest graph takes several times as long on an H100.
     """
     most = spec_config.num_speculative_tokens
     if spec_config.bastion_budget != "adaptive":
@@ -277,12 +277,28 @@ def _most_drafts(scheduler: Any, spec_config: BastionSpeculativeConfig, reqs: in
     rows = scheduler.max_num_scheduled_tokens
     if compilation.cudagraph_mode.has_full_cudagraphs():
         rows = min(rows, compilation.max_cudagraph_capture_size or rows)
-    most = min(most, rows // reqs - 1)
-    manager = scheduler.kv_cache_manager
+    return max(min(most, rows // reqs - 1), 0)
+
+
+def _most_in_cache(scheduler: Any, most: int) -> list[int]:
+    """Nodes of each running request, up to `most`, that the KV cache has room for.
+
+    Placeholders for which there are no blocks would preempt a request. Blocks that earlier ones
+    took stay with their request.
+    """
+    manager, running = scheduler.kv_cache_manager, scheduler.running
     groups = manager.coordinator.single_type_managers
-    free = manager.block_pool.get_num_free_blocks() // max(len(groups), 1)
-    slots = min((group.block_size for group in groups), default=1) * free // reqs
-    return max(min(most, slots - scheduler.num_lookahead_tokens), 0)
+    free = manager.block_pool.get_num_free_blocks()
+    share = free // max(len(groups) * len(running), 1)
+    beside = 1 + scheduler.num_lookahead_tokens
+    if all(group.block_size * share >= most + beside for group in groups):
+        return [most] * len(running)
+    limits = []
+    for request in running:
+        blocks = ((g.block_size, g.req_to_blocks.get(request.request_id, ())) for g in groups)
+        slots = min(size * (len(own) + share) for size, own in blocks)
+        limits.append(max(min(most, slots - request.num_computed_tokens - beside), 0))
+    return limits
 
 
 def _cut_placeholders(
@@ -290,13 +306,13 @@ def _cut_placeholders(
 ) -> None:
     """Cut each running request's placeholders, `spec_token_ids`, to what it can use."""
     most, runs_ahead = state.num_drafts, isinstance(scheduler, AsyncScheduler)
-    if most and scheduler.running:
-        most = min(most, _most_drafts(scheduler, spec_config, len(scheduler.running)))
-    for request in scheduler.running:
+    if scheduler.running:
+        most = min(most, _most_in_step(scheduler, spec_config, len(scheduler.running)))
+    for request, in_cache in zip(scheduler.running, _most_in_cache(scheduler, most), strict=True):
         count = len(request.spec_token_ids)
         if not count:
             continue
-        limit = min(count, most, request_budget(request.sampling_params, most))
+        limit = min(count, in_cache, request_budget(request.sampling_params, most))
         if request.use_structured_output:
             limit = min(limit, spec_config.max_grammar_tokens)
         if runs_ahead:
