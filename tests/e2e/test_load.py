@@ -61,6 +61,37 @@ def test_the_drafter_may_need_more_rows_than_a_step_has(compare: Comparison, eag
     assert right["forwards"] < 0.7 * left["forwards"]
 
 
+@pytest.mark.parametrize("arms", ["free", "in turns"])
+def test_prompts_fill_the_steps(compare: Comparison, arms: str) -> None:
+    """Long prompts come while others decode: no prompt waits longer for its turn."""
+    batch = Batch("prompts that fill steps")
+    for i in range(9):
+        long = i % 3 > 0
+        prompt = cases.long_prompt(cases.DOMAINS[i % 3], 200 + 7 * i if long else 20)
+        batch.add(f"fills-{i}", prompt, arrive=4 * i, max_tokens=30, ignore_eos=True,
+                  **cases.drawn(i))  # fmt: skip
+    engine = Engine(eager=True).with_async()
+    setup = [] if arms == "free" else ["tests.e2e.plain_steps:every_arm"]
+    plain = compare.submit(engine, [batch])
+    tree = compare.run(engine.with_bastion(16), [batch], setup=setup)
+    compare.same(f"prompts fill steps, arms {arms}", [batch], plain.result(), tree)
+    assert tree["batches"][0]["forwards"] < plain.result()["batches"][0]["forwards"]
+
+
+@pytest.mark.parametrize("mode", ["async", slow("sync")])
+def test_one_request_then_many_then_one(compare: Comparison, mode: str) -> None:
+    """Short replies beside a long one, with this machine's times."""
+    batch = Batch("one, many, one")
+    for i, (name, text) in enumerate(cases.some(5)):
+        tokens, arrive = (160, 0) if i == 0 else (14, 20 + i // 8)
+        batch.add(f"many-{name}", text, arrive=arrive, max_tokens=tokens, ignore_eos=True,
+                  **cases.drawn(i))  # fmt: skip
+    engine = Engine(max_num_seqs=REQUESTS, eager=True).with_async(mode == "async")
+    tree = engine.with_bastion(NODES, costs=None)
+    _, run = compare.both(f"one, many, one, {mode}", [batch], engine, tree)
+    assert sum(map(len, run["batches"][0]["paths"])) > 0
+
+
 def test_several_samples_of_a_prompt(compare: Comparison) -> None:
     """`n` = 3 with a seed: every sample equals plain decoding's. vLLM refuses `n` > 1 at T=0."""
     batch = Batch("n = 3")

@@ -35,9 +35,9 @@ def adapted(folder: Path, count: int, tokens: int, head: bool = False) -> Batch:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize(("head", "arms"), [(False, "free"), (True, "free"), (False, "in turns")])
 def test_rows_of_a_tree_get_their_requests_adapter(
-    compare: Comparison, tmp_path: Path, head: bool
+    compare: Comparison, tmp_path: Path, head: bool, arms: str
 ) -> None:
     # Room for two adapters, and one more that stays empty: on a CPU, vLLM gives rows without an
     # adapter the last one's weights, unless no row has an adapter.
@@ -45,8 +45,9 @@ def test_rows_of_a_tree_get_their_requests_adapter(
     requests = [adapted(tmp_path, 3, 40, head)]
     # Trees of different sizes in one step: budgets follow from costs, given or measured.
     tree = plain.with_bastion(24, costs=None if head else linear(10.0, 0.4))
-    expected, run = compare.run(plain, requests), compare.run(tree, requests)
-    compare.same(f"adapters, head {head}", requests, expected, run, plain)
+    setup = [] if arms == "free" else ["tests.e2e.plain_steps:every_arm"]
+    expected, run = compare.run(plain, requests), compare.run(tree, requests, setup=setup)
+    compare.same(f"adapters, head {head}, arms {arms}", requests, expected, run, plain)
     outcome = run["batches"][0]
     if not head:
         assert any(len(set(step.values())) > 1 for step in outcome["counted"])

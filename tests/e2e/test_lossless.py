@@ -64,6 +64,11 @@ class Matrix:
         known = {"answers": answers(self.plain())}
         return self._runner.submit(self._known.with_bastion(16, 16), self.batches, oracle=known)
 
+    def every_arm(self) -> Run:
+        """Trees, n-gram drafts and plain steps follow each other, whatever pays."""
+        setup = ["tests.e2e.plain_steps:every_arm"]
+        return self._runner.run(self._known.with_bastion(16), self.batches, setup=setup)
+
     def plain(self) -> Run:
         return self._plain.result()
 
@@ -96,6 +101,13 @@ def test_oracle(matrix: Matrix, compare: Comparison) -> None:
     branchy = leaving_the_chain([path for batch in run["batches"] for path in batch["paths"]])
     assert len(branchy) > 60
     assert max(len(path) for path in branchy) > 6
+
+
+def test_every_arm(matrix: Matrix, compare: Comparison) -> None:
+    run = matrix.every_arm()
+    compare.same("batch 4, async, every arm", matrix.batches, matrix.plain(), run)
+    steps = [name for batch in run["batches"] for name in batch["metrics"] if "_steps/" in name]
+    assert {name.split("/")[1] for name in steps} >= {"tree", "n-gram", "plain"}
 
 
 def test_the_edge_cases_happened(matrix: Matrix) -> None:
@@ -138,7 +150,8 @@ def test_every_case(compare: Comparison, mode: str, eager: bool) -> None:
     expected = {"sync": "Scheduler", "async": "AsyncScheduler"}[mode]
     assert matrix.plain()["info"]["scheduler"] == expected
     assert matrix.tree()["info"]["scheduler"] == f"Bastion{expected}"
-    for label, run in (("", matrix.tree()), (", oracle", matrix.oracle())):
+    runs = {"": matrix.tree(), ", oracle": matrix.oracle(), ", every arm": matrix.every_arm()}
+    for label, run in runs.items():
         compare.same(f"batch 4, {how}{label}", matrix.batches, matrix.plain(), run)
 
 
