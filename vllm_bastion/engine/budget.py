@@ -35,7 +35,7 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerific
 from vllm.v1.worker.gpu.states import RequestState
 
 from bastion_kernels import take_best
-from vllm_bastion.carriers import StepReport
+from vllm_bastion.attached import StepReport
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.scores import EarlierScores, even_split
 from vllm_bastion.policy.cost import Estimator
@@ -52,8 +52,8 @@ class CountedOutput(AsyncModelRunnerOutput):
 
     output: AsyncModelRunnerOutput
     req_ids: list[str]
-    # [R + 1] running sum of each request's bonus token and nodes, and `Copies.count_sources`. Their
-    # copies from the device were queued before the output's own, and have arrived when it has.
+    # [R + 1] running sum of each request's bonus token and nodes, and `NgramDrafts.count_sources`.
+    # Their copies from the device were queued before the output's own, and arrived before it.
     num_logits: np.ndarray
     sources: np.ndarray | None
     expected: float
