@@ -38,6 +38,7 @@ from bastion_kernels import take_best
 from vllm_bastion.attached import StepReport
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.scores import EarlierScores, even_split
+from vllm_bastion.platform import current_host
 from vllm_bastion.policy.cost import Estimator
 from vllm_bastion.scheduler.gate import Arm, size_class
 from vllm_bastion.versions import capabilities
@@ -128,7 +129,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         self._unseen: tuple[tuple[int, Arm], np.ndarray] | None = None
         # With exact timing, log rho on the host: on a CPU the trees' own.
         self._host_scores = self.trees.log_rho
-        if not lagged and self.trees.device.type != "cpu":
+        if not lagged and current_host().runs_ahead:
             self._host_scores = torch.empty_like(self.trees.log_rho, device="cpu", pin_memory=True)
         if lagged:
             self._earlier = EarlierScores(self.trees)
