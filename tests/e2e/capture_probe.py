@@ -43,7 +43,6 @@ def every(session: Any) -> list[dict[str, Any]]:
     return [
         {
             "input blocks": blocks_of_the_start,
-            "timed trees": timed_trees(session),
             "idle rank": idle_rank(session),
             "warm-up": warm_up_lengths(session)[0],
         }
@@ -123,7 +122,7 @@ def graphs(session: Any) -> dict[str, Any]:
 
 def dummies(session: Any) -> dict[str, Any]:
     """Whether the target's attention reads the mask in dummy batches: in ours, and in vLLM's."""
-    from vllm_bastion.calibration.measure import dummy_tree_step
+    from vllm_bastion.engine.profile import tree_step
 
     runner, state = session.runner, session.runner.model_state
     prepare, masked = state.prepare_attn, []
@@ -134,45 +133,11 @@ def dummies(session: Any) -> dict[str, Any]:
         return metadata
 
     state.prepare_attn = prepare_attn
-    dummy_tree_step(runner, 8)
+    tree_step(runner, 8)
     ours, masked[:] = list(masked), []
     runner._dummy_run(8)
     state.prepare_attn = prepare
-    after = state.runtime.timed_spares is not None
-    return {"tree step": ours, "vLLM's own": masked, "after": after}
-
-
-def timed_trees(session: Any) -> list[dict[str, Any]]:
-    """The steps of `TreeSteps` for 2 requests of 5 nodes, as passed to the target's layers."""
-    from vllm_bastion.calibration.tree_steps import TreeSteps
-
-    runner, state = session.runner, session.runner.model_state
-    prepare, seen = state.prepare_attn, []
-
-    def prepare_attn(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        metadata = prepare(batch, *args, **kwargs)
-        target = metadata[next(iter(state._target_layers))]
-        seen.append(
-            {
-                "rows": batch.num_scheduled_tokens.tolist(),
-                "query_start_loc": target.query_start_loc.tolist(),
-                "seq_lens": target.seq_lens.tolist(),
-                "masked": target.record.masked,
-                "tails": target.trees.tail_lens[: batch.num_reqs].tolist(),
-                "tokens": batch.input_ids[: batch.num_tokens].tolist(),
-            }
-        )
-        return metadata
-
-    requests = len(runner.req_states.req_id_to_index)
-    manager = runner.adaptive_verification
-    state.prepare_attn = prepare_attn
-    with TreeSteps(runner).untrimmed() as steps:
-        steps.run(2, 5, 100)
-    state.prepare_attn = prepare
-    assert runner.adaptive_verification is manager
-    assert len(runner.req_states.req_id_to_index) == requests
-    return seen
+    return {"tree step": ours, "vLLM's own": masked}
 
 
 def lengths(step: Any) -> dict[str, int]:

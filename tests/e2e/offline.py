@@ -12,34 +12,29 @@ from tests.e2e.costs import install
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for `collective_rpc(costs)`
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # for `collective_rpc(decisions)`
 }
 
 
-def _controller(worker: Any) -> Any:
-    from vllm_bastion.engine.runtime import runtime_of
+def record_sizes() -> None:
+    """Let every worker forked from here remember what its steps verify."""
+    from vllm_bastion.engine.budget import TreeBudgetManager
 
-    return runtime_of(worker.model_runner.vllm_config).controller
+    decide = TreeBudgetManager.get_num_tokens
 
+    def get_num_tokens(self: Any, *args: Any) -> int:
+        rows = decide(self, *args)
+        vars(self).setdefault("sizes", []).append(self._num_verify.tolist())
+        return rows
 
-def costs(worker: Any) -> list[float]:
-    """A worker's cost of a cycle of two requests, by rows; empty with a fixed budget."""
-    control = _controller(worker)
-    return [] if control is None else control.latency.estimate(2, 100).tree_ms.tolist()
-
-
-def correction(worker: Any) -> dict[str, float]:
-    """What a worker has learned of batches of two requests from real steps."""
-    control = _controller(worker)
-    return {} if control is None else control.latency.correction(2)
+    TreeBudgetManager.get_num_tokens = get_num_tokens  # type: ignore[method-assign]
 
 
-def slow_down(worker: Any) -> None:
-    """From now on the first worker's clock shows three times as long; others have no timer."""
-    from vllm_bastion.policy.cost.timing import HostMark
-
-    elapsed = HostMark.elapsed_time
-    HostMark.elapsed_time = lambda self, end: 3.0 * elapsed(self, end)  # type: ignore[method-assign]
+def decisions(worker: Any) -> dict[str, Any]:
+    """A worker's cost tables, None with a fixed budget, and the nodes of each request and step."""
+    manager = worker.model_runner.adaptive_verification
+    costs = manager.cost_tables and [table.tolist() for table in manager.cost_tables]
+    return {"costs": costs, "sizes": vars(manager).get("sizes", [])}
 
 
 def fork() -> None:
@@ -68,25 +63,17 @@ def generate(spec: dict[str, Any]) -> dict[str, Any]:
 
     (batch,) = spec["batches"]
     install(spec)
+    with_bastion = spec["engine"].get("speculative_config", {}).get("method") == "bastion"
+    if with_bastion:
+        record_sizes()
     llm = LLM(**spec["engine"])
-
-    def decode() -> list[list[int]]:
-        prompts = [request["prompt"] for request in batch["requests"]]
-        params = [SamplingParams(**request["params"]) for request in batch["requests"]]
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
-    tokens = decode()
+    prompts = [request["prompt"] for request in batch["requests"]]
+    params = [SamplingParams(**request["params"]) for request in batch["requests"]]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     result = {
-        "corrections": [],
-        "costs": llm.collective_rpc(costs) if "speculative_config" in spec["engine"] else [],
-        "token_ids": tokens,
+        "workers": llm.collective_rpc(decisions) if with_bastion else [],
+        "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
         "metrics": {m.name: m.value for m in llm.get_metrics() if isinstance(m, Counter)},
     }
-    if spec.get("slows_down"):
-        before = llm.collective_rpc(correction)
-        llm.collective_rpc(slow_down)
-        assert decode() == tokens
-        result["corrections"] = [before, llm.collective_rpc(correction)]
     llm.llm_engine.engine_core.shutdown()
     return result

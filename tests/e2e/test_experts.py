@@ -28,27 +28,28 @@ _FORWARDS: list[dict[str, Any]] = []
 
 
 def watch() -> None:
-    """Setup: record every forward pass of the target while step costs are measured."""
+    """Setup: record every forward pass of the target in the profile."""
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
-    from vllm_bastion.calibration import engine
 
-    measure, route = engine.measure, CPURouter._compute_routing
+    from vllm_bastion.engine import profile
+
+    time_steps, route = profile._time_on_cpu, CPURouter._compute_routing
 
     def routed(*args: Any, **kwargs: Any) -> Any:
         weights, experts = route(*args, **kwargs)
         _FORWARDS[-1]["experts"].append(len(experts.unique()))
         return weights, experts
 
-    def measured(runner: Any, *args: Any) -> Any:
+    def timed(runner: Any) -> Any:
         hook = runner.model.register_forward_pre_hook(_forward, with_kwargs=True)
         CPURouter._compute_routing = routed
         try:
-            return measure(runner, *args)
+            return time_steps(runner)
         finally:
             CPURouter._compute_routing = route
             hook.remove()
 
-    engine.measure = measured
+    profile._time_on_cpu = timed
 
 
 def _forward(_: Any, args: Any, given: dict[str, Any]) -> None:
@@ -68,12 +69,12 @@ def _forward(_: Any, args: Any, given: dict[str, Any]) -> None:
 
 
 def seen(session: Any) -> list[dict[str, Any]]:
-    """Probe: the forward passes of the engine's calibration, with the experts of each layer."""
+    """Probe: the forward passes of the engine's profile, with the experts of each layer."""
     return _FORWARDS if session.forwards == 1 else []
 
 
-def _calibrated(runner: Runner, target: str, **spec: Any) -> list[dict[str, Any]]:
-    """Forward passes of the calibration of an engine with this target."""
+def _profiled(runner: Runner, target: str, **spec: Any) -> list[dict[str, Any]]:
+    """Forward passes of the profile of an engine with this target."""
     plain = Engine(max_num_seqs=8, eager=True).of(model=target, **spec.pop("arguments", {}))
     engine = plain.with_bastion(15, costs=None)
     setup = [*spec.pop("setup", ()), "tests.e2e.test_experts:watch"]
@@ -84,9 +85,9 @@ def _calibrated(runner: Runner, target: str, **spec: Any) -> list[dict[str, Any]
     return steps
 
 
-def test_calibration_reaches_as_many_experts_as_random_rows(runner: Runner, tmp_path: Path) -> None:
+def test_the_profile_reaches_as_many_experts_as_random_rows(runner: Runner, tmp_path: Path) -> None:
     target = make_target("qwen3-moe", tmp_path / "target", num_experts=EXPERTS)
-    for step in _calibrated(runner, target):
+    for step in _profiled(runner, target):
         assert step["padding"] == 0, "a GPU's routers send such rows to no expert"
         assert step["different"] == step["rows"]
         expected = EXPERTS * (1 - (1 - CHOSEN / EXPERTS) ** step["rows"])
@@ -99,7 +100,7 @@ def test_rows_differ_where_the_target_takes_embeddings(runner: Runner, tmp_path:
     """A target with images is given embeddings in place of tokens."""
     target = make_target("qwen3-vl", tmp_path / "target")
     spec = {"images": True, "arguments": IMAGES, "setup": SPEC["qwen3-vl"]["setup"][1:]}
-    steps = _calibrated(runner, target, **spec)
+    steps = _profiled(runner, target, **spec)
     assert all(step["different"] == step["rows"] for step in steps)
 
 
