@@ -90,10 +90,10 @@ def pytest_collection() -> Iterator[Any]:
 
 # The files that take longest, the longest first, so that no core idles at the end.
 _FIRST = (
-    "test_lossless", "test_serving", "test_drafter_kinds", "test_budget",
+    "test_lossless", "test_serving", "test_drafter_types", "test_budget",
     "test_scheduling", "test_best_first", "test_float8_cache", "test_restored",
-    "test_load", "test_cpu_library", "test_copies", "test_lookup",
-    "test_twins", "test_replay",
+    "test_load", "test_cpu_library", "test_ngram", "test_lookup",
+    "test_replacements", "test_replay",
 )  # fmt: skip
 
 

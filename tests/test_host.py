@@ -37,7 +37,6 @@ if current_platform.is_cpu():
 import bastion_kernels
 import vllm_bastion
 from vllm_bastion import platform, plugin
-from vllm_bastion.checkpoints import kinds
 
 plugin.register()
 # Other modules by file: `pkgutil` would import the CPU's packages to look into them.

@@ -20,7 +20,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from benchmarks import TINY
 from vllm_bastion import plugin
-from vllm_bastion.carriers import StepReport
+from vllm_bastion.attached import StepReport
 from vllm_bastion.hooks.scheduler import BastionAsyncScheduler, BastionScheduler, TreeScheduler
 from vllm_bastion.scheduler.gate import Arm, Gate
 

@@ -21,7 +21,7 @@ from vllm.config import VllmConfig
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
-from vllm_bastion.checkpoints.kinds import (
+from vllm_bastion.checkpoints.drafter_types import (
     architectures_of,
     candidates_of,
     gamma_of,
@@ -40,7 +40,7 @@ _CACHE_ONLY_ROPE_TYPES = frozenset({"default", "linear", "llama3", "ntk", "propo
 
 _MAX_GRAMMAR_NODES = 63
 # Most tokens of a copy in one tree: with its root it fills 32 rows.
-COPY_DEPTH = 31
+NGRAM_DEPTH = 31
 
 
 @config
@@ -132,7 +132,7 @@ class BastionSpeculativeConfig(SpeculativeConfig):
         """Depth of a tree with as many nodes as it needs: gamma, or more where a copy goes on."""
         if not self.bastion_lookup:
             return self.bastion_gamma
-        return max(self.bastion_gamma, min(COPY_DEPTH, self.num_speculative_tokens))
+        return max(self.bastion_gamma, min(NGRAM_DEPTH, self.num_speculative_tokens))
 
     @property
     def max_chain_tokens(self) -> int:

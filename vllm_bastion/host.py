@@ -116,15 +116,15 @@ class Host:
 
     # ---- the worker's start -------------------------------------------------------------
 
-    def needs_twins(self) -> bool:
+    def needs_replacements(self) -> bool:
         """Whether Model Runner V2 needs native functions in place of vLLM's Triton kernels.
 
         They are compiled when they are first called.
         """
         return False
 
-    def install_twins(self) -> None:
-        """Replace vLLM's Triton kernels by native functions, see `needs_twins`."""
+    def install_replacements(self) -> None:
+        """Replace vLLM's Triton kernels by native functions, see `needs_replacements`."""
         raise AssertionError("a GPU runs vLLM's own Triton kernels")
 
     def compile_factors(self, drafter_weights: str) -> tuple[str, ...]:

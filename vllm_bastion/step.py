@@ -37,7 +37,7 @@ class Step:
     # What it ends with.
     arm: Arm = Arm.TREE
     # Most draft tokens that its replies can still use; None where the host does not know.
-    longest_copy: int | None = None
+    longest_ngram: int | None = None
 
     @property
     def drafts(self) -> bool:

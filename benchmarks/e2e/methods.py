@@ -29,7 +29,7 @@ from transformers import PretrainedConfig
 from benchmarks.harness.engine import UserEngine, dflash
 from benchmarks.prompts import DataError
 from benchmarks.random_drafter import write_random
-from vllm_bastion.checkpoints.kinds import architectures_of, gamma_of, kind_of
+from vllm_bastion.checkpoints.drafter_types import architectures_of, drafter_type_of, gamma_of
 from vllm_bastion.envs import cache_dir
 
 PLAIN, REFERENCE = "plain", "plain v2"
@@ -179,7 +179,7 @@ def _value(text: str) -> Any:
 def drafts_of(drafter: str) -> tuple[int, str]:
     """A drafter's depth, and vLLM's method for its chain. Raises DataError: it is no such one."""
     config = argparse.Namespace(**config_of(drafter))
-    kind, gamma = kind_of(architectures_of(config)), gamma_of(config)
+    kind, gamma = drafter_type_of(architectures_of(config)), gamma_of(config)
     if kind is None or gamma is None:
         raise DataError(f"{Path(drafter).name} has no drafter that method bastion supports")
     return gamma, kind.method

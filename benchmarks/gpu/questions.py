@@ -126,7 +126,7 @@ def ops(job: Job) -> None:
     cases = {
         one.name: one
         for one in gpu_cases(FEW if job.small else QWEN3_8B)
-        if one.bar or one.op in ("heads", "find_copy")
+        if one.bar or one.op in ("heads", "find_ngram")
     }
     replays = 2 if job.small else 50
     ceiling = copy_speed(replays, 2**12 if job.small else 2**30)

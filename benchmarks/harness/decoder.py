@@ -197,7 +197,7 @@ def request_index(request_id: str) -> int:
 def reported_nodes(output: Any) -> dict[str, int] | None:
     """Verified nodes by request in bastion's report of a step, or None without a report.
 
-    Reads `vllm_bastion.carriers.StepReport` without importing it, because engines without the
+    Reads `vllm_bastion.attached.StepReport` without importing it, because engines without the
     plugin run this too.
     """
     report = getattr(output, "bastion", None)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from bastion_kernels import find_copy
-from bastion_kernels.draft.find_copy import LONGEST
+from bastion_kernels import find_ngram
+from bastion_kernels.draft.find_ngram import LONGEST
 from benchmarks.ops.attention import attention_case
 from benchmarks.ops.checks import check_op
 from benchmarks.ops.sizes import QWEN3_8B, SMALL, Model
@@ -43,10 +43,10 @@ def find_copy_case(reqs: int, length: int, most: int, on_host: bool, device: str
     args = history, lengths, slots.to(device), last, counts, found
 
     def check() -> None:
-        check_op(find_copy, args, ())
+        check_op(find_ngram, args, ())
         assert int(found.min()) >> 32 >= 8, "no request repeats itself"
 
-    return Case(check, [partial(find_copy, *args)] * 5)
+    return Case(check, [partial(find_ngram, *args)] * 5)
 
 
 def gpu_cases(model: Model = QWEN3_8B, device: str = "cuda") -> list[Entry]:
@@ -73,5 +73,5 @@ def gpu_cases(model: Model = QWEN3_8B, device: str = "cuda") -> list[Entry]:
             for on_host in (False, True):
                 name = f"n-grams in {length} tokens, R={reqs}, {'host' if on_host else 'device'}"
                 most = 64 if small else 40960
-                add("find_copy", name, find_copy_case, reqs, length, most, on_host, device)
+                add("find_ngram", name, find_copy_case, reqs, length, most, on_host, device)
     return found

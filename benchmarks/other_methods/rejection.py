@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twins of the rejection sampler, which verifies the chains of vLLM's own methods.
+"""Replacements of the rejection sampler, which verifies the chains of vLLM's own methods.
 
 Block verification and FLy, which are off by default in vLLM, have none.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_bastion.cpu.twins.gumbel import block_argmax, noised
-from vllm_bastion.cpu.twins.launch import twin
+from vllm_bastion.cpu.replacements.gumbel import block_argmax, noised
+from vllm_bastion.cpu.replacements.launch import replacement
 
 _SAMPLER = "vllm.v1.worker.gpu.spec_decode.rejection_sampler"
 _UTILS = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils"
@@ -48,7 +48,7 @@ def _log_sum_exp(maxes, sums, padded):
     return top + np.log((sums * np.exp(maxes - top)).sum())
 
 
-@twin(f"{_SAMPLER}:_flatten_sampled_kernel")
+@replacement(f"{_SAMPLER}:_flatten_sampled_kernel")
 def _flatten_sampled(
     grid0, flat_sampled_ptr, sampled_ptr, sampled_stride, num_sampled_ptr, cu_num_logits_ptr
 ):
@@ -58,7 +58,7 @@ def _flatten_sampled(
             flat_sampled_ptr[cu_num_logits_ptr[i] + j] = sampled[j]
 
 
-@twin(f"{_SAMPLER}:_gather_draft_sampled_kernel")
+@replacement(f"{_SAMPLER}:_gather_draft_sampled_kernel")
 def _gather_draft_sampled(
     grid0,
     draft_sampled_ptr,
@@ -82,7 +82,7 @@ def _gather_draft_sampled(
         pos_ptr[i] = pos
 
 
-@twin(f"{_UTILS}:_compute_local_logits_stats_kernel", compile=False)
+@replacement(f"{_UTILS}:_compute_local_logits_stats_kernel", compile=False)
 def _compute_local_logits_stats(
     grid0,
     grid1,
@@ -140,7 +140,7 @@ def _compute_local_logits_stats(
                 maxes[block], sums[block] = _max_and_sum_exp(part, BLOCK_SIZE)
 
 
-@twin(f"{_UTILS}:_rejection_kernel", compile=False)
+@replacement(f"{_UTILS}:_rejection_kernel", compile=False)
 def _rejection(
     grid0,
     sampled_ptr,
@@ -229,7 +229,7 @@ def _rejection(
         draft_rejected_logsumexp_ptr[i] = draft_lse
 
 
-@twin(f"{_UTILS}:_resample_kernel", compile=False)
+@replacement(f"{_UTILS}:_resample_kernel", compile=False)
 def _resample(
     grid0,
     grid1,
@@ -303,7 +303,7 @@ def _resample(
         )
 
 
-@twin(f"{_UTILS}:_insert_resampled_kernel", compile=False)
+@replacement(f"{_UTILS}:_insert_resampled_kernel", compile=False)
 def _insert_resampled(
     grid0,
     sampled_ptr,

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twins of the kernels that draft a chain from the candidate scores of DFlash2 and LiLiCorr."""
+"""Replacements of the kernels that draft a chain from candidate scores (DFlash2, LiLiCorr)."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from vllm_bastion.cpu.noise import DRAFT_SALT, gumbel_at
-from vllm_bastion.cpu.twins.launch import twin
+from vllm_bastion.cpu.replacements.launch import replacement
 from vllm_bastion.versions import capabilities
 
 _DFLASH2 = "vllm.v1.worker.gpu.spec_decode.dflash2.speculator"
 
 
-@twin(f"{_DFLASH2}:_selector_walk_kernel", compile=False)
+@replacement(f"{_DFLASH2}:_selector_walk_kernel", compile=False)
 def _selector_walk(
     grid0,
     scores_ptr,
@@ -51,7 +51,7 @@ def _selector_walk(
             tokens_ptr[flat] = candidate_ptr[part][previous]
 
 
-@twin(f"{_DFLASH2}:_cache_draft_logits_kernel")
+@replacement(f"{_DFLASH2}:_cache_draft_logits_kernel")
 def _cache_draft_logits(
     grid0,
     draft_logits_ptr,

@@ -24,9 +24,9 @@ from bastion_kernels.attention.kv_layout import KVLayout, learn_layout
 from bastion_kernels.attention.mask import ancestor_bits, tree_positions
 from bastion_kernels.attention.tree_attention import AttentionLayer, AttentionStep
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
-from bastion_kernels.draft.best_first import CopyRows, expand_best_first
-from bastion_kernels.draft.find_copy import find_copy
-from bastion_kernels.draft.mix_copy import copy_chances, copy_priors, mix_copy
+from bastion_kernels.draft.best_first import NgramRows, expand_best_first
+from bastion_kernels.draft.find_ngram import find_ngram
+from bastion_kernels.draft.mix_ngram import mix_ngram, ngram_chances, ngram_priors
 from bastion_kernels.draft.take_best import take_best
 from bastion_kernels.draft.topk_logprobs import topk_logprobs, topk_partial
 from bastion_kernels.draft.topk_merge import merge_topk
@@ -39,10 +39,10 @@ from bastion_kernels.rows import bind_slots, context_rows
 __all__ = [
     "AttentionLayer",
     "AttentionStep",
-    "CopyRows",
     "KVCompactor",
     "KVLayout",
     "LayerStates",
+    "NgramRows",
     "StateBlocks",
     "TreeAttentionWorkspace",
     "accept_path",
@@ -50,12 +50,10 @@ __all__ = [
     "ancestor_tokens",
     "bind_slots",
     "context_rows",
-    "copy_chances",
-    "copy_priors",
     "count_sources",
     "expand_best_first",
     "find_commits",
-    "find_copy",
+    "find_ngram",
     "find_states",
     "gated_delta_commit",
     "gated_delta_tree",
@@ -63,7 +61,9 @@ __all__ = [
     "learn_layout",
     "mask_bad_words",
     "merge_topk",
-    "mix_copy",
+    "mix_ngram",
+    "ngram_chances",
+    "ngram_priors",
     "penalise_ancestors",
     "short_conv_commit",
     "short_conv_tree",

@@ -112,7 +112,7 @@ cpu/stored_graphs.py
   torch._dynamo.aot_compile:AOTCompiledFunction @names _artifacts
   vllm.compilation.decorators:_try_load_aot_compiled_fn @why a loaded function must have this method
     @body ._artifacts.compiled_fn.finalize_loading(
-cpu/twins/__init__.py
+cpu/replacements/__init__.py
   GPU.buffer_utils:UvaBackedTensor @calls copy_to_uva(self, n) @names cpu gpu
 drafters/candidate_heads.py
   MODELS.qwen3_dflash2:DFlash2Qwen3ForCausalLM @calls compute_candidates(self, hidden_states)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.cpu.twin_cases import REQS, SLOTS, STEPS, Draw, Launch, addresses, case
+from tests.cpu.replacement_cases import REQS, SLOTS, STEPS, Draw, Launch, addresses, case
 
 _GPU = "vllm.v1.worker.gpu"
 _BATCH = f"{_GPU}.input_batch"

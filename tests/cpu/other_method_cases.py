@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.cpu.twin_cases import REQS, SLOTS, STEPS, VOCAB, Draw, Launch, case, expanded
+from tests.cpu.replacement_cases import REQS, SLOTS, STEPS, VOCAB, Draw, Launch, case, expanded
 
 _SAMPLER = "vllm.v1.worker.gpu.spec_decode.rejection_sampler"
 _UTILS = f"{_SAMPLER}_utils"

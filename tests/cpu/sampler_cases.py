@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.cpu.twin_cases import REQS, SLOTS, STEPS, VOCAB, Draw, Launch, case, expanded
+from tests.cpu.replacement_cases import REQS, SLOTS, STEPS, VOCAB, Draw, Launch, case, expanded
 
 _SAMPLE = "vllm.v1.worker.gpu.sample"
 _GUMBEL = f"{_SAMPLE}.gumbel:_gumbel_sample_kernel"

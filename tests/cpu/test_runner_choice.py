@@ -57,7 +57,7 @@ def test_only_who_needs_it_gets_v2_on_native_kernels(
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", worker)
     monkeypatch.setattr(engine_args, "capabilities", lambda: capabilities_of("0.33"))
     config = engine(bastion)
-    assert engine_args.runs_on_twins(config) is ours
+    assert engine_args.runs_on_replacement(config) is ours
     for answer in (True, False):
         assert engine_args.use_v2_model_runner(lambda _, a=answer: a, config) is (ours or answer)
     assert worker.HAS_TRITON is ours, "vLLM's worker refuses V2 by it"

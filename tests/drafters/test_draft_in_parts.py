@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.trees import grow, make_trees
+from vllm_bastion.drafters.capacity import LOGITS_CHUNK_REQS, by_parts, with_graphs
 from vllm_bastion.drafters.dflash import BastionSpeculator
-from vllm_bastion.drafters.room import MOST_AT_ONCE, by_parts, with_graphs
 from vllm_bastion.policy.trees import Trees
 from vllm_bastion.step import Step
 
@@ -24,7 +24,9 @@ def bound_trees(requests: int) -> Trees:
     return trees
 
 
-@pytest.mark.parametrize("requests", [1, MOST_AT_ONCE, MOST_AT_ONCE + 1, 3 * MOST_AT_ONCE + 5])
+@pytest.mark.parametrize(
+    "requests", [1, LOGITS_CHUNK_REQS, LOGITS_CHUNK_REQS + 1, 3 * LOGITS_CHUNK_REQS + 5]
+)
 def test_no_more_than_64_requests_have_logits_at_once(requests: int) -> None:
     generator = torch.Generator().manual_seed(requests)
     weight = 4 * torch.randn(WIDTH, VOCAB, generator=generator)
@@ -41,14 +43,14 @@ def test_no_more_than_64_requests_have_logits_at_once(requests: int) -> None:
     trees, whole = bound_trees(requests), bound_trees(requests)
     speculator = SimpleNamespace(model=model, trees=trees, runtime=SimpleNamespace(step=Step()))
     BastionSpeculator._grow_trees(speculator, hidden, requests)
-    assert sum(seen) == requests * DEPTH and max(seen) <= MOST_AT_ONCE * DEPTH
+    assert sum(seen) == requests * DEPTH and max(seen) <= LOGITS_CHUNK_REQS * DEPTH
     grow(whole, hidden @ weight, requests)
     for name in ("tokens", "parents", "depths", "size"):
         assert torch.equal(getattr(trees, name), getattr(whole, name)), name
 
 
 def test_parts_are_put_together_in_order() -> None:
-    hidden = torch.randn(3 * MOST_AT_ONCE, DEPTH, WIDTH)
+    hidden = torch.randn(3 * LOGITS_CHUNK_REQS, DEPTH, WIDTH)
     seen: list[int] = []
 
     def best(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -57,7 +59,7 @@ def test_parts_are_put_together_in_order() -> None:
         return values, indices
 
     found, expected = by_parts(best, hidden, len(hidden)), hidden.topk(2)
-    assert seen == [MOST_AT_ONCE] * 3
+    assert seen == [LOGITS_CHUNK_REQS] * 3
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
@@ -78,8 +80,8 @@ def test_a_drafter_has_graphs_for_up_to_64_requests(requests: int, rows: int) ->
     captured = [
         count for count in captured if count * rows <= compilation.max_cudagraph_capture_size
     ]
-    assert max(captured) <= MOST_AT_ONCE, "parts and buffers are for so many"
-    for count in range(1, min(requests, MOST_AT_ONCE) + 1):
+    assert max(captured) <= LOGITS_CHUNK_REQS, "parts and buffers are for so many"
+    for count in range(1, min(requests, LOGITS_CHUNK_REQS) + 1):
         padded = min(size for size in captured if size >= count)
         assert padded - count <= 3 and (count > 32 or padded == count or rows < 16)
 

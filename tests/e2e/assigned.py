@@ -46,14 +46,14 @@ _ATTRIBUTES = (
     Change(
         target="vllm.triton_utils:triton.next_power_of_2",
         why="vLLM's stand-in for Triton lacks a helper that V2 calls when it launches kernels",
-        what="`cpu.twins` adds vLLM's own function of that name",
+        what="`cpu.replacements` adds vLLM's own function of that name",
         upstream="the stand-in has it",
         when=NATIVE_WORKER,
     ),
     Change(
         target="vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor.copy_to_uva",
         why="it copies requests' parameters in every step, for a GPU that is a step behind",
-        what="`cpu.twins` lets a CPU's kernels read them where the host writes them",
+        what="`cpu.replacements` lets a CPU's kernels read them where the host writes them",
         upstream="V2 for CPUs does not copy them",
         when=NATIVE_WORKER,
     ),
@@ -77,7 +77,7 @@ _OBJECTS = (
         Change(
             target=f"{owner}.bastion",
             why="vLLM has no field for it",
-            what=f"`carriers.{carrier}`, see there",
+            what=f"`attached.{carrier}`, see there",
             upstream="draft tokens with parents; adaptive verification reports what it verified",
             when=when,
         )
@@ -209,22 +209,24 @@ ASSIGNED = (*_ATTRIBUTES, *(replace(row, on_instance=True) for row in _OBJECTS))
 
 
 def native_kernels() -> Iterator[Change]:
-    """A row for each of vLLM's Triton kernels that `cpu.twins.install` replaces."""
-    from vllm_bastion.cpu.twins import TWINS, WITHOUT
+    """A row for each of vLLM's Triton kernels that `cpu.replacements.install` replaces."""
+    from vllm_bastion.cpu.replacements import REPLACEMENTS, WITHOUT
 
     without = {f"{module}:{name}" for module, names in WITHOUT.items() for name in names}
-    for target in TWINS.keys() - without:  # a test may have registered other methods' twins
+    for target in (
+        REPLACEMENTS.keys() - without
+    ):  # a test may have registered other methods' replacements
         yield Change(
             target=target,
             why="no Triton back end launches it on this host",
-            what="a native twin with its parameters, under every name it was imported by",
+            what="a CPU replacement with its parameters, under every name it was imported by",
             upstream="V2 without Triton on CPU hosts",
             when=NATIVE_WORKER,
         )
     for target in without:
         yield Change(
             target=target,
-            why="it has no native twin: what launches it is refused, or another method",
+            why="it has no CPU replacement: what launches it is refused, or another method",
             what="an error that names the kernel, should it be launched",
             upstream="V2 without Triton on CPU hosts",
             when="a worker on native kernels whose vLLM has imported the module",

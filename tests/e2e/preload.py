@@ -24,7 +24,7 @@ for _name in (
     "vllm.v1.worker.cpu.model_runner",
     "vllm.v1.worker.cpu_worker",
     # Imported, not installed: engines without this method keep vLLM's kernels.
-    "vllm_bastion.cpu.twins",
+    "vllm_bastion.cpu.replacements",
     "vllm_bastion.engine.profile",
 ):
     import_module(_name)

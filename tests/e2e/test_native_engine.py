@@ -34,9 +34,9 @@ from vllm import LLM, SamplingParams
 
 def look(worker):
     runner = type(worker.model_runner)
-    twins = sys.modules.get("vllm_bastion.cpu.twins")
+    replacements = sys.modules.get("vllm_bastion.cpu.replacements")
     name = f"{runner.__module__}.{runner.__name__}"
-    return name, twins is not None, torch.get_num_threads()
+    return name, replacements is not None, torch.get_num_threads()
 
 def answer(arguments):
     llm = LLM(**arguments)
@@ -74,7 +74,7 @@ _OURS = (
 def run(
     runner: Runner, *engines: dict[str, Any], hide: Path | None = None, in_one: bool = False
 ) -> list[tuple[Any, Any]]:
-    """What each engine's worker reports (model runner, twins, threads), and its tokens.
+    """What each engine's worker reports (model runner, replacements, threads), and its tokens.
 
     runner: only its cache folders are used.
     engines: arguments of `LLM`; a single engine runs in processes that vLLM spawns.
@@ -120,10 +120,10 @@ TREE = {"speculative_config": _KEYS}
 @without_triton
 def test_bastion_uses_native_twins_and_leaves_plain_engines_alone(runner: Runner) -> None:
     first, second = run(runner, {}, TREE)
-    (plain, plain_twins, plain_threads), tokens = first
-    (tree, tree_twins, threads), tree_tokens = second
-    assert plain == "vllm.v1.worker.cpu_model_runner.CPUModelRunner" and not plain_twins
-    assert tree == "vllm.v1.worker.cpu.model_runner.CPUModelRunner" and tree_twins
+    (plain, plain_replacement, plain_threads), tokens = first
+    (tree, tree_replacement, threads), tree_tokens = second
+    assert plain == "vllm.v1.worker.cpu_model_runner.CPUModelRunner" and not plain_replacement
+    assert tree == "vllm.v1.worker.cpu.model_runner.CPUModelRunner" and tree_replacement
     assert threads == plain_threads
     assert tree_tokens == tokens
 
@@ -133,8 +133,8 @@ def test_bastion_uses_native_twins_and_leaves_plain_engines_alone(runner: Runner
 @on_cpu
 @without_triton
 def test_triton_need_not_be_installed(runner: Runner, tmp_path: Path) -> None:
-    [((_, twins, _), tokens)] = run(runner, TREE, hide=tmp_path)
-    assert twins
+    [((_, replacements, _), tokens)] = run(runner, TREE, hide=tmp_path)
+    assert replacements
     assert tokens == run(runner, {})[0][1]
 
 

@@ -20,7 +20,7 @@ from tests.e2e import cases
 from tests.e2e.engines import DRAFTER, ENVIRONMENT, ROOT, TARGET, Engine, Runner
 from tests.e2e.marks import on_cpu, slow
 from tests.soak import server as process
-from vllm_bastion.config import COPY_DEPTH
+from vllm_bastion.config import NGRAM_DEPTH
 
 pytestmark = on_cpu("starts a CPU server")
 
@@ -134,7 +134,7 @@ def test_answers_streams_and_counters(plain: dict[str, Any], server: Server) -> 
         emitted += answer["usage"]["completion_tokens"]
     after = server.counters()
     gained = {name: after[name] - before.get(name, 0) for name in after}
-    depth = min(NODES, COPY_DEPTH)
+    depth = min(NODES, NGRAM_DEPTH)
     positions = [gained[f"accepted_tokens_per_pos/{i}"] for i in range(depth)]
     assert f"accepted_tokens_per_pos/{depth}" not in gained
     assert positions == sorted(positions, reverse=True)

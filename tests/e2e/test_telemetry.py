@@ -17,7 +17,7 @@ from tests.e2e import cases
 from tests.e2e.engines import DRAFTER, GAMMA, ON_GPU, Engine, Runner
 from tests.e2e.test_serving import SPECULATIVE, Server, serving
 from tests.soak.server import values
-from vllm_bastion.config import COPY_DEPTH
+from vllm_bastion.config import NGRAM_DEPTH
 
 pytestmark = [pytest.mark.e2e]
 
@@ -35,7 +35,7 @@ def test_metrics_are_what_the_engine_did(runner: Runner) -> None:
     assert metrics["spec_decode_num_draft_tokens"] == sum(nodes)
     assert metrics["spec_decode_num_accepted_tokens"] == sum(depths)
     by_position = metrics["spec_decode_num_accepted_tokens_per_pos"]
-    assert by_position == [sum(depth > at for depth in depths) for at in range(COPY_DEPTH)]
+    assert by_position == [sum(depth > at for depth in depths) for at in range(NGRAM_DEPTH)]
 
     assert metrics["bastion_nodes_verified_count"] == len(nodes)
     assert metrics["bastion_nodes_verified_sum"] == sum(nodes)
@@ -82,7 +82,7 @@ def test_a_requests_own_metrics_have_its_trees(runner: Runner) -> None:
         assert found["per_step_drafted"] == [nodes for nodes, _ in drafted]
         assert found["per_step_accepted"] == [accepted for _, accepted in drafted]
         assert found["num_spec_steps"] == len(drafted) > 0
-        assert len(found["acceptance_histogram"]) == max(GAMMA, COPY_DEPTH) + 1
+        assert len(found["acceptance_histogram"]) == max(GAMMA, NGRAM_DEPTH) + 1
 
 
 def ask_all(server: Server, tokens: int) -> None:

@@ -17,7 +17,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from helpers import engine_config
 from tests.scheduler_core import make_core
 from vllm_bastion import config
-from vllm_bastion.carriers import RequestState
+from vllm_bastion.attached import RequestState
 from vllm_bastion.engine import limits
 from vllm_bastion.engine.grammar import walk
 from vllm_bastion.hooks import runner

@@ -26,7 +26,7 @@ from helpers import engine_config
 from tests.scheduler_core import call, make_core
 from tests.trees import make_trees
 from vllm_bastion import plugin
-from vllm_bastion.carriers import RequestState
+from vllm_bastion.attached import RequestState
 from vllm_bastion.engine import grammar
 from vllm_bastion.engine.draft_tokens import select_columns
 from vllm_bastion.engine.runtime import Runtime

@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
 from tests.trees import make_trees
-from vllm_bastion.cpu.twins import TWINS
+from vllm_bastion.cpu.replacements import REPLACEMENTS
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.sampler import TreeRejectionSampler
 
@@ -82,12 +82,12 @@ def _pytorch_top_k(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def twins(monkeypatch: pytest.MonkeyPatch) -> None:
+def replacements(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's kernels as a CPU worker runs them; without this they run in the interpreter."""
     kernels = {}
-    for target, twin in TWINS.items():
+    for target, replacement in REPLACEMENTS.items():
         module, _, name = target.partition(":")
-        kernels[id(getattr(importlib.import_module(module), name))] = twin
+        kernels[id(getattr(importlib.import_module(module), name))] = replacement
     for name, holder in list(sys.modules.items()):
         if name.partition(".")[0] == "vllm":
             for attribute, value in list(vars(holder).items()):
@@ -242,7 +242,7 @@ def check(requests: list[Request], seed: int, mode: str = "raw_logprobs") -> int
     return accepted
 
 
-@pytest.mark.usefixtures("twins")
+@pytest.mark.usefixtures("replacements")
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind(kind: str) -> None:
     rng = np.random.default_rng(sorted(KINDS).index(kind))
@@ -252,7 +252,7 @@ def test_each_kind(kind: str) -> None:
     assert accepted > 1
 
 
-@pytest.mark.usefixtures("twins")
+@pytest.mark.usefixtures("replacements")
 @pytest.mark.parametrize("mode", ["processed_logprobs", "processed_logits"])
 def test_all_kinds_in_one_batch_with_other_log_probabilities(mode: str) -> None:
     rng = np.random.default_rng(3)

@@ -28,7 +28,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from bastion_kernels import expand_best_first
 from tests.trees import make_trees
-from vllm_bastion.cpu.twins import TWINS
+from vllm_bastion.cpu.replacements import REPLACEMENTS
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.sampler import TreeRejectionSampler
 
@@ -208,7 +208,7 @@ def fast_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         (logit_bias, "_bias_kernel"),
         (min_p, "_min_p_kernel"),
     ):
-        monkeypatch.setattr(module, kernel, TWINS[f"{module.__name__}:{kernel}"])
+        monkeypatch.setattr(module, kernel, REPLACEMENTS[f"{module.__name__}:{kernel}"])
     np.random.seed(11)  # where vLLM takes the seeds of unseeded requests from
 
 

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.replay.controller import choose_budget
 from tests.trees import grow, make_trees
-from vllm_bastion.carriers import StepPlan
+from vllm_bastion.attached import StepPlan
 from vllm_bastion.engine.budget import TreeBudgetManager
 from vllm_bastion.engine.planning import decide_again, make_step
 from vllm_bastion.engine.runtime import Runtime
@@ -260,7 +260,7 @@ def test_a_cpu_takes_a_simpler_arm_where_it_is_enough(
     arm: Arm, expected: list[float], enough: float | None, remaining: int, taken: Arm
 ) -> None:
     steps = Steps([0, 1], lagged=False)
-    copies = steps.trees.copies = Found(expected)  # type: ignore[assignment]
+    copies = steps.trees.ngram = Found(expected)  # type: ignore[assignment]
     plan, length = StepPlan(arm=arm, ngram_tokens=enough), 20
     steps.runtime.scheduled = SimpleNamespace(bastion=plan)  # type: ignore[assignment]
     steps.runtime.step = Step(arm=arm)

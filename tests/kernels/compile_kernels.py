@@ -95,15 +95,15 @@ def copies(
     history = torch.zeros(len(lengths), 131_072, dtype=torch.int32)
     last = torch.zeros(len(lengths), 3, dtype=torch.int32)
     counts, found = torch.zeros(2, 33, dtype=torch.int32), lengths.long()
-    ops.find_copy.triton(history, lengths, slots, last, counts, found)
+    ops.find_ngram.triton(history, lengths, slots, last, counts, found)
     tokens = torch.zeros(reqs, 31, dtype=torch.int32)
-    part = ops.CopyRows(tokens, tokens, torch.zeros(reqs, 31, width + 1), parents)
+    part = ops.NgramRows(tokens, tokens, torch.zeros(reqs, 31, width + 1), parents)
     arrived = torch.zeros(1, dtype=torch.int32)
-    ops.mix_copy.triton(
-        history, lengths, slots, found, last, counts, ops.copy_priors(), arrived, candidates,
+    ops.mix_ngram.triton(
+        history, lengths, slots, found, last, counts, ops.ngram_priors(), arrived, candidates,
         logprobs, part.tokens, part.places, part.rows, torch.zeros(len(lengths)),
     )  # fmt: skip
-    ops.expand_best_first.triton(candidates, logprobs, top_k, slots, *trees, copies=part)
+    ops.expand_best_first.triton(candidates, logprobs, top_k, slots, *trees, ngram=part)
 
 
 def launch_recurrent(dtype: torch.dtype) -> None:

@@ -108,7 +108,7 @@ class Batch:
 @runs(accept_path, accept_path)
 def test_walks_of_random_batches(run) -> None:
     longest = 0
-    for seed in range(12):
+    for seed in range(24):
         batch = Batch(seed)
         expected = batch.walk(references.accept_path, batch.sampled)
         assert_same(batch.walk(run, batch.sampled), expected)

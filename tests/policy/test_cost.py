@@ -187,14 +187,14 @@ SIZES = (1, 8, 16, 32, 64)
 
 
 def profile():
-    """vLLM's profile: one request a row, 16 cached tokens each."""
+    """vLLM's profile: one request a row, 960 cached tokens each."""
     rows = np.array([*SIZES, 128, 256, 512, 1024], dtype=float)
-    ms = TRUTH.predict_ms(*SHAPE.branches_ms(A100, rows, 16, rows))
+    ms = TRUTH.predict_ms(*SHAPE.branches_ms(A100, rows, 960, rows))
     return list(zip(rows.astype(int).tolist(), ms.tolist()))
 
 
 def make(name, sizes=SIZES):
-    return Estimator(name, SHAPE, A100, profile(), 100, 16.0, sizes)
+    return Estimator(name, SHAPE, A100, profile(), 100, 960.0, sizes)
 
 
 def roofline_by_hand(s, c, requests):

@@ -133,9 +133,9 @@ def test_a_fixed_budget_takes_the_papers_forwards(recording, nodes):
     assert sum(passes) < len(recording.step_requests)
 
 
-@pytest.mark.parametrize("dearer", [1, 20])
+@pytest.mark.parametrize("dearer", [8, 40])
 def test_the_adaptive_budget_takes_the_papers_forwards(recording, dearer):
-    """On a curve calibrated on the paper's A100, and where nodes cost a multiple of that."""
+    """On a curve calibrated on the paper's A100, with nodes dear enough to bind."""
     ranks, budgets = target_ranks(recording), []
     samples = [(n, 22.0 + max(0, n - 32) * 33.9 / 992) for n in (1, 8, 32, 64, 128, 512, 1024)]
     a100 = DeviceSpec(312e12, 1935e9)

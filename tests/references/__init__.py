@@ -16,7 +16,7 @@ from tests.references.gated_delta import (
     short_conv_tree,
 )
 from tests.references.history import ancestor_tokens, mask_bad_words, penalise_ancestors
-from tests.references.lookup import find_copy, mix_copy
+from tests.references.lookup import find_ngram, mix_ngram
 from tests.references.rows import bind_slots, context_rows
 from tests.references.state_blocks import find_commits, find_states
 from tests.references.take_best import take_best
@@ -33,14 +33,14 @@ __all__ = [
     "count_sources",
     "expand_best_first",
     "find_commits",
-    "find_copy",
+    "find_ngram",
     "find_states",
     "gated_delta_commit",
     "gated_delta_tree",
     "gather_rows",
     "mask_bad_words",
     "merge_topk",
-    "mix_copy",
+    "mix_ngram",
     "penalise_ancestors",
     "short_conv_commit",
     "short_conv_tree",

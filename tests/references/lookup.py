@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from bastion_kernels.draft.find_copy import LONGEST, SHORTEST, FindCopy
-from bastion_kernels.draft.mix_copy import MixCopy, copy_chances
+from bastion_kernels.draft.find_ngram import LONGEST, SHORTEST, FindNgram
+from bastion_kernels.draft.mix_ngram import MixNgram, ngram_chances
 from tests.references.declare import of
 
 
@@ -22,8 +22,8 @@ def longest_match(text: list[int]) -> tuple[int, int]:
     return best
 
 
-@of(FindCopy)
-def find_copy(op: FindCopy) -> None:
+@of(FindNgram)
+def find_ngram(op: FindNgram) -> None:
     for slot in op.slots.tolist():
         if slot < 0:
             continue
@@ -41,11 +41,11 @@ def find_copy(op: FindCopy) -> None:
         op.found[slot] = match << 32 | place
 
 
-@of(MixCopy)
-def mix_copy(op: MixCopy) -> None:
+@of(MixNgram)
+def mix_ngram(op: MixNgram) -> None:
     """Depth by depth, in double precision."""
     _, depths, width = op.candidates.shape
-    chances = copy_chances(op.counts, op.priors.double())
+    chances = ngram_chances(op.counts, op.priors.double())
     for r, slot in enumerate(op.slots.tolist()):
         if slot < 0:
             continue
@@ -54,12 +54,12 @@ def mix_copy(op: MixCopy) -> None:
         op.found[slot] = 0
         op.last[slot] = torch.tensor([start, match, len(text)])
         op.tokens[r], op.places[r] = -1, -1
-        state, path, promised = 0, 1.0, 0.0
+        state, path, expected = 0, 1.0, 0.0
         for depth in range(op.tokens.shape[1] if match else 0):
             text.append(text[start + depth])
             chance = float(chances[min(match + depth, LONGEST)])
             path *= chance
-            promised += path
+            expected += path
             mixed, here = torch.zeros(width + 1, dtype=torch.float64), width
             if depth < depths:
                 tokens = op.candidates[r, depth].tolist()
@@ -69,9 +69,9 @@ def mix_copy(op: MixCopy) -> None:
                     mixed[:width] = (1.0 - chance) * own.nan_to_num(0.0)
             mixed[here] += chance
             op.tokens[r, depth], op.places[r, depth] = text[-1], here
-            op.copy_rows[r, depth] = mixed.log()
+            op.ngram_rows[r, depth] = mixed.log()
             if not op.stateless:
                 state = here if here < width else -1
-        op.promised[slot] = promised
+        op.expected[slot] = expected
     full = op.counts[0] > 1024
     op.counts[:, full] = op.counts[:, full] // 2

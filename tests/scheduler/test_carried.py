@@ -17,7 +17,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 from tests.scheduler_core import GAMMA, NODES, call, engine_of, new_core, new_request, settings
-from vllm_bastion.carriers import MissingCarrierError, StepPlan, StepReport
+from vllm_bastion.attached import MissingRecordError, StepPlan, StepReport
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.hooks.engine_args import num_lookahead_tokens, use_own_classes
 from vllm_bastion.hooks.runner import execute_model
@@ -66,7 +66,7 @@ def test_counts_stay_where_nothing_was_drafted() -> None:
 
 
 def test_a_step_with_drafts_must_say_what_it_verified() -> None:
-    with pytest.raises(MissingCarrierError, match="lost the StepReport"):
+    with pytest.raises(MissingRecordError, match="lost the StepReport"):
         call(
             new_core(), "update_from_output", lambda *_: None,
             scheduled(a=64), SimpleNamespace(),
@@ -84,7 +84,7 @@ def test_a_step_with_a_grammar_must_say_which_nodes_it_verifies(plan: bool) -> N
         assert ran == [output]
     else:
         del output.bastion
-        with pytest.raises(MissingCarrierError, match="lost the StepPlan"):
+        with pytest.raises(MissingRecordError, match="lost the StepPlan"):
             execute_model(lambda *_: ran.append(output), runner, output)
 
 

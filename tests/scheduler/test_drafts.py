@@ -19,7 +19,7 @@ from tests.scheduler_core import (
     new_request,
     settings,
 )
-from vllm_bastion.carriers import StepPlan
+from vllm_bastion.attached import StepPlan
 from vllm_bastion.hooks.scheduler import BastionAsyncScheduler, BastionScheduler, _arms
 from vllm_bastion.scheduler.gate import Arm
 

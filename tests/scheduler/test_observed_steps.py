@@ -6,7 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_bastion.carriers import StepPlan
+from vllm_bastion.attached import StepPlan
 from vllm_bastion.hooks.scheduler import _observe
 from vllm_bastion.scheduler.gate import Arm
 from vllm_bastion.scheduler.state import SchedulerState

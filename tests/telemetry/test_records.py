@@ -16,7 +16,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_bastion.telemetry.collector import KEY, Collector
-from vllm_bastion.telemetry.drafter_fit import BARREN_TREES, TREES, DrafterFit
+from vllm_bastion.telemetry.drafter_fit import NEAR_ZERO_TREES, TREES, DrafterFit
 from vllm_bastion.telemetry.record import (
     MOST_PENDING,
     NODE_BUCKETS,
@@ -100,7 +100,7 @@ def fit(clock: Clock) -> DrafterFit:
 def test_a_drafter_that_does_not_fit_is_told_once_an_hour() -> None:
     clock = Clock()
     judge = fit(clock)
-    assert all(judge.observe(1, 0) is None for _ in range(BARREN_TREES - 1))
+    assert all(judge.observe(1, 0) is None for _ in range(NEAR_ZERO_TREES - 1))
     warning = judge.observe(1, 0)
     assert warning is not None
     for words in ("some/drafter", "some/target", "chat template", "4096", "quantised", "target"):
@@ -113,14 +113,14 @@ def test_a_drafter_that_does_not_fit_is_told_once_an_hour() -> None:
 
 def test_a_token_that_is_accepted_by_chance_does_not_delay_the_warning() -> None:
     judge = fit(Clock())
-    assert judge.observe(BARREN_TREES - 2, 0) is None
+    assert judge.observe(NEAR_ZERO_TREES - 2, 0) is None
     assert judge.observe(1, 1) is None
     warning = judge.observe(1, 0)
-    assert warning is not None and f"{BARREN_TREES} trees yielded 1 draft tokens" in warning
+    assert warning is not None and f"{NEAR_ZERO_TREES} trees had 1 draft tokens" in warning
     # One that fits may begin badly.
     judge = fit(Clock())
-    assert judge.observe(BARREN_TREES - 1, 0) is None
-    assert judge.observe(1, 5) is None and judge.observe(BARREN_TREES, 0) is None
+    assert judge.observe(NEAR_ZERO_TREES - 1, 0) is None
+    assert judge.observe(1, 5) is None and judge.observe(NEAR_ZERO_TREES, 0) is None
 
 
 def test_a_drafter_that_fits_is_not_told() -> None:
@@ -138,11 +138,11 @@ def test_ngram_drafts_carry_no_signal_about_the_drafter() -> None:
     assert drafted([StepRecord(nodes=[8, 3], accepted=[2, 0])]) == (2, 2)
     told: list[str] = []
     collector = Collector(fit(Clock()), told.append)
-    for _ in range(BARREN_TREES):
+    for _ in range(NEAR_ZERO_TREES):
         collector.add(ngrams)
         collector.add(StepRecord(nodes=[8], accepted=[3], sources=[5, 3, 0, 0, 3, 0]))
     collector.take(None)
-    assert len(told) == 1 and f"{BARREN_TREES} trees yielded 0 draft tokens" in told[0]
+    assert len(told) == 1 and f"{NEAR_ZERO_TREES} trees had 0 draft tokens" in told[0]
 
 
 def test_a_context_beyond_the_drafters_training_is_told_once_an_hour() -> None:

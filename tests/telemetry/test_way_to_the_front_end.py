@@ -13,7 +13,7 @@ from registries import registered
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_bastion.carriers import StepPlan, StepReport
+from vllm_bastion.attached import StepPlan, StepReport
 from vllm_bastion.hooks import telemetry
 from vllm_bastion.scheduler.gate import Arm, Gate
 from vllm_bastion.scheduler.state import SchedulerState

@@ -110,6 +110,6 @@ def _kernels(config: VllmConfig) -> str:
     ]
     if current_platform.is_cuda_alike():
         parts.append("no CUDA graphs" if graphs == "NONE" else f"CUDA graphs {graphs}")
-    if current_host().needs_twins():
+    if current_host().needs_replacements():
         parts.append("C++ in place of vLLM's Triton kernels")
     return "; ".join([*parts, *host_choices(config).texts()])

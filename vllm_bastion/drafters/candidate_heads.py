@@ -12,8 +12,8 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
 from vllm.v1.worker.gpu.spec_decode.lilicorr.speculator import LiLiCorrSpeculator
 
+from vllm_bastion.drafters.capacity import by_parts
 from vllm_bastion.drafters.dflash import BastionSpeculator
-from vllm_bastion.drafters.room import by_parts
 
 
 class BastionDFlash2(BastionSpeculator, DFlash2Speculator):
@@ -27,7 +27,7 @@ class BastionDFlash2(BastionSpeculator, DFlash2Speculator):
         block = num_reqs, self.num_speculative_steps, -1
         candidates = candidates.view(block)
         scores = self._score_candidates(candidates, logits.view(block), hidden_states.view(block))
-        self.trees.grow_transitions(candidates, scores, self.runtime.step.longest_copy)
+        self.trees.grow_transitions(candidates, scores, self.runtime.step.longest_ngram)
 
 
 class BastionLiLiCorr(BastionDFlash2, LiLiCorrSpeculator):

@@ -33,7 +33,13 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from bastion_kernels import context_rows, gather_rows
 from vllm_bastion.config import chain_view_of, settings_of
-from vllm_bastion.drafters.room import MOST_AT_ONCE, for_all_rows, parts, with_graphs, with_room
+from vllm_bastion.drafters.capacity import (
+    LOGITS_CHUNK_REQS,
+    for_all_rows,
+    parts,
+    with_capacity,
+    with_graphs,
+)
 from vllm_bastion.engine.deferred import DeferredContext, may_defer
 from vllm_bastion.engine.planning import decide_again
 from vllm_bastion.engine.runtime import Runtime
@@ -62,7 +68,7 @@ class BastionSpeculator(DFlashSpeculator):
         step_rows = vllm_config.scheduler_config.max_num_batched_tokens
         # vLLM 0.33 asks for `_num_graph_context_tokens` while it is being built.
         self.runtime, self.trees = runtime, runtime.trees
-        super().__init__(with_room(chain_view_of(vllm_config)), device)
+        super().__init__(with_capacity(chain_view_of(vllm_config)), device)
         self._req_states = req_states
         spec_config = settings_of(vllm_config)
         if spec_config.bastion_lookup:
@@ -175,7 +181,7 @@ class BastionSpeculator(DFlashSpeculator):
         Further rows, those of prompts, are stored outside the graph.
         """
         # vLLM 0.33 also sizes a buffer by it, for all requests; no graph has as many.
-        rows = min(num_reqs, MOST_AT_ONCE) * (self.trees.depth + 1)
+        rows = min(num_reqs, LOGITS_CHUNK_REQS) * (self.trees.depth + 1)
         return min(rows, int(self.max_num_tokens))
 
     # ---- the drafter's forward and the trees --------------------------------------------
@@ -231,7 +237,7 @@ class BastionSpeculator(DFlashSpeculator):
             self.trees.rank(logits, first, slice_.org_vocab_start_index, _all_gather)
             del logits  # before the next part's logits are computed
         depth = len(hidden_states) // num_reqs
-        offsets, longest = self.model.draft_id_to_target_id, self.runtime.step.longest_copy
+        offsets, longest = self.model.draft_id_to_target_id, self.runtime.step.longest_ngram
         self.trees.grow_ranked(num_reqs, depth, offsets, longest)
 
     @torch.inference_mode()
@@ -273,7 +279,7 @@ class BastionSpeculator(DFlashSpeculator):
             if not step.drafts:
                 self._keep(step, input_batch, slot_mappings, hidden, num_sampled, num_rejected)
                 if step.grows:
-                    self.trees.grow_copies(num_reqs, step.longest_copy)
+                    self.trees.grow_ngram(num_reqs, step.longest_ngram)
                 return tokens
             if runtime.deferred is not None:
                 runtime.deferred.flush()

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
-from vllm_bastion.checkpoints.kinds import candidates_of
+from vllm_bastion.checkpoints.drafter_types import candidates_of
+from vllm_bastion.drafters.capacity import by_parts
 from vllm_bastion.drafters.dflash import BastionSpeculator
-from vllm_bastion.drafters.room import by_parts
 from vllm_bastion.platform import current_host
 
 
@@ -57,4 +57,4 @@ class BastionDSpark(BastionSpeculator, DSparkSpeculator):
             values[:, None], embeds, weight.mT, alpha=model.logits_processor.scale
         )
         scores = scores.view(num_reqs, depth, count, count)
-        self.trees.grow_transitions(candidates, scores, self.runtime.step.longest_copy)
+        self.trees.grow_transitions(candidates, scores, self.runtime.step.longest_ngram)

@@ -35,9 +35,10 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerific
 from vllm.v1.worker.gpu.states import RequestState
 
 from bastion_kernels import take_best
-from vllm_bastion.carriers import StepReport
+from vllm_bastion.attached import StepReport
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.scores import EarlierScores, even_split
+from vllm_bastion.platform import current_host
 from vllm_bastion.policy.cost import Estimator
 from vllm_bastion.scheduler.gate import Arm, size_class
 from vllm_bastion.versions import capabilities
@@ -52,8 +53,8 @@ class CountedOutput(AsyncModelRunnerOutput):
 
     output: AsyncModelRunnerOutput
     req_ids: list[str]
-    # [R + 1] running sum of each request's bonus token and nodes, and `Copies.count_sources`. Their
-    # copies from the device were queued before the output's own, and have arrived when it has.
+    # [R + 1] running sum of each request's bonus token and nodes, and `NgramDrafts.count_sources`.
+    # Their copies from the device were queued before the output's own, and arrived before it.
     num_logits: np.ndarray
     sources: np.ndarray | None
     expected: float
@@ -128,7 +129,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         self._unseen: tuple[tuple[int, Arm], np.ndarray] | None = None
         # With exact timing, log rho on the host: on a CPU the trees' own.
         self._host_scores = self.trees.log_rho
-        if not lagged and self.trees.device.type != "cpu":
+        if not lagged and current_host().runs_ahead:
             self._host_scores = torch.empty_like(self.trees.log_rho, device="cpu", pin_memory=True)
         if lagged:
             self._earlier = EarlierScores(self.trees)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_bastion.carriers import GrammarTree
+from vllm_bastion.attached import GrammarTree
 
 _SHIFT = 32
 _ANYTHING = -1  # a word of a bitmask row that allows everything

@@ -26,7 +26,7 @@ def make_trees(vllm_config: VllmConfig, device: torch.device) -> Trees:
         max_num_tokens=scheduler.max_num_batched_tokens,
         num_nodes=config.num_speculative_tokens,
         depth=config.bastion_gamma,
-        copy_depth=config.tree_depth,
+        ngram_depth=config.tree_depth,
         top_k=config.bastion_top_k,
         budget=None if budget == "adaptive" else int(budget),
         device=device,

@@ -64,7 +64,7 @@ def decide_again(
     Args:
         num_sampled: [R] int32 tokens that the requests have emitted in this step.
     """
-    step, copies = runtime.step, runtime.trees.copies
+    step, copies = runtime.step, runtime.trees.ngram
     if not step.grows or current_host().runs_ahead:
         return step
     slots = batch.idx_mapping_np
@@ -73,7 +73,7 @@ def decide_again(
     last = int(remaining.max(initial=0))
     if last <= 1:
         return replace(step, arm=Arm.PLAIN)
-    step = replace(step, longest_copy=last - 1)
+    step = replace(step, longest_ngram=last - 1)
     if copies is None or runtime.trees.chains:
         return step
     expected = copies.expected(slots, runtime.trees.node_limits_host[slots])

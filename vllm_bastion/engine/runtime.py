@@ -11,7 +11,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_bastion.carriers import StepPlan
+from vllm_bastion.attached import StepPlan
 from vllm_bastion.config import settings_of
 from vllm_bastion.engine.deferred import DeferredContext
 from vllm_bastion.engine.limits import make_trees
@@ -42,8 +42,8 @@ class Runtime:
     manager: StepBudget | None = None
     # Whether steps are recorded: not during warm-up, nor with VLLM_BASTION_TELEMETRY=0.
     records: bool = False
-    # [2, 3] of the step that was sampled last, see `Copies.count_sources`; its copy from the device
-    # may be in flight. None without lookup.
+    # [2, 3] of the step that was sampled last, see `NgramDrafts.count_sources`; its copy
+    # from the device may be in flight. None without lookup.
     sources: np.ndarray | None = None
     # The step that is being prepared, as the scheduler sent it (None outside `execute_model`, and
     # in a dummy run), and its record.

@@ -95,7 +95,7 @@ class TreeRejectionSampler(RejectionSampler):
             input_batch.idx_mapping,
             self.sampler.req_states.prefill_len.gpu,
         )
-        copies = self.trees.copies
+        copies = self.trees.ngram
         if copies is not None and self.runtime.records:
             # Queued before the output's own copy, so it has arrived when the output has.
             self.runtime.sources = async_copy_to_np(

@@ -55,8 +55,8 @@ class BastionModelState(DefaultModelState):
         super().add_request(req_index, new_req_data)
         nodes = request_budget(new_req_data.sampling_params, self.trees.num_nodes)
         self.trees.set_node_limit(req_index, nodes)
-        if self.trees.copies is not None:
-            self.trees.copies.restart(req_index)
+        if self.trees.ngram is not None:
+            self.trees.ngram.restart(req_index)
 
     # ---- the target's forward -----------------------------------------------------------
 

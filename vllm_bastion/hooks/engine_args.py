@@ -70,7 +70,7 @@ def create_speculative_config(
     compat.require()
     # Imported late: these modules may not import on an unsupported vLLM.
     from vllm_bastion import hooks
-    from vllm_bastion.checkpoints.kinds import architectures_of, kind_of
+    from vllm_bastion.checkpoints.drafter_types import architectures_of, drafter_type_of
     from vllm_bastion.config import BastionSpeculativeConfig, default_nodes
     from vllm_bastion.validate import arguments, models
 
@@ -83,7 +83,7 @@ def create_speculative_config(
     drafter = _drafter_config(keys, target)
     models.check_drafter(drafter, keys, target)
     models.check_hidden_states(target)
-    kind = kind_of(architectures_of(drafter))
+    kind = drafter_type_of(architectures_of(drafter))
     assert kind is not None
     if "num_speculative_tokens" not in keys:
         limit = self.max_num_batched_tokens or target.max_model_len
@@ -104,7 +104,7 @@ def _drafter_config(keys: dict[str, Any], target_model_config: Any) -> Any:
     from vllm.transformers_utils.config import get_config
     from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
-    from vllm_bastion.checkpoints.kinds import restore_settings
+    from vllm_bastion.checkpoints.drafter_types import restore_settings
     from vllm_bastion.validate import models
 
     name, revision = keys["model"], keys.get("revision")
@@ -235,23 +235,23 @@ def num_lookahead_tokens(original: Callable[..., int], self: Any) -> int:
     return original(self) if spec_config is None else spec_config.bastion_gamma + 1
 
 
-def runs_on_twins(vllm_config: Any) -> bool:
-    """Whether V2 runs on our native twins: on a CPU host without a Triton back end, for method
+def runs_on_replacement(vllm_config: Any) -> bool:
+    """Whether V2 runs on our CPU replacements: on a CPU host without a Triton back end, for method
     "bastion" or with VLLM_USE_V2_MODEL_RUNNER=1."""
     from vllm import envs
 
     from vllm_bastion.config import bastion_config
     from vllm_bastion.platform import current_host
 
-    if not current_host().needs_twins():
+    if not current_host().needs_replacements():
         return False
     wanted = envs.VLLM_USE_V2_MODEL_RUNNER
     return bool(wanted) or (wanted is None and bastion_config(vllm_config) is not None)
 
 
 def use_v2_model_runner(original: Callable[..., bool], self: Any) -> bool:
-    """Select V2 where our twins serve it; the validation refuses what V2 cannot do."""
-    if not runs_on_twins(self):
+    """Select V2 where our replacements serve it; the validation refuses what V2 cannot do."""
+    if not runs_on_replacement(self):
         return original(self)
     worker: Any = sys.modules.get("vllm.v1.worker.gpu_worker")
     # The worker calls this just before it checks HAS_TRITON, which only that check reads.
@@ -263,7 +263,7 @@ def use_v2_model_runner(original: Callable[..., bool], self: Any) -> bool:
 
 def validate_v2_model_runner(original: Callable[..., None], self: Any) -> None:
     """vLLM's own checks, except the one for Triton."""
-    if not runs_on_twins(self):
+    if not runs_on_replacement(self):
         original(self)
         return
     unsupported = self._get_v2_model_runner_unsupported_features()

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
-from vllm_bastion.carriers import GrammarTree, RequestState, StepPlan
+from vllm_bastion.attached import GrammarTree, RequestState, StepPlan
 from vllm_bastion.config import chain_view_of, settings_of
 from vllm_bastion.versions import capabilities
 

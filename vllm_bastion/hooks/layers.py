@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_bastion.checkpoints.kinds import KINDS
+from vllm_bastion.checkpoints.drafter_types import KINDS
 from vllm_bastion.config import BastionSpeculativeConfig, bastion_config
 from vllm_bastion.platform import current_host
 

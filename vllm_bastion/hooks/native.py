@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from vllm_bastion.hooks.engine_args import runs_on_twins
+from vllm_bastion.hooks.engine_args import runs_on_replacement
 from vllm_bastion.platform import current_host
 
 
@@ -17,8 +17,8 @@ def init_device(original: Callable[..., Any], self: Any) -> None:
     The worker's class has been imported by now, with the platform's own patches, and the model
     runner is not built yet: the only moment that suits both.
     """
-    if runs_on_twins(self.vllm_config):
-        current_host().install_twins()
+    if runs_on_replacement(self.vllm_config):
+        current_host().install_replacements()
     original(self)
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_bastion.carriers import StepPlan
-from vllm_bastion.checkpoints.kinds import kind_of
+from vllm_bastion.attached import StepPlan
+from vllm_bastion.checkpoints.drafter_types import drafter_type_of
 from vllm_bastion.config import bastion_config, is_lagged
 from vllm_bastion.hooks.layers import current_config
 
@@ -30,7 +30,7 @@ def init_speculator(
     spec_config = bastion_config(vllm_config)
     if spec_config is None:
         return original(vllm_config, device, req_states)
-    kind = kind_of(spec_config.draft_model_config.architectures)
+    kind = drafter_type_of(spec_config.draft_model_config.architectures)
     assert kind is not None  # checked by the validation
     speculator = resolve_name(kind.speculator)
     return speculator(make_runtime(vllm_config, device), vllm_config, device, req_states)

@@ -21,7 +21,7 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_bastion import envs
-from vllm_bastion.carriers import StepPlan, StepReport
+from vllm_bastion.attached import StepPlan, StepReport
 from vllm_bastion.config import BastionSpeculativeConfig, request_budget
 from vllm_bastion.hooks.grammar import GrammarScheduler, attach_plan
 from vllm_bastion.hooks.telemetry import collect, log_whole_run, send

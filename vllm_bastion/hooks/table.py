@@ -53,7 +53,7 @@ HOOKS: tuple[Hook, ...] = (
         expects="(self)",
         why="vLLM selects the V1 runner on a CPU host without a Triton back end",
         what=(
-            "selects V2, whose kernels have native twins; for other methods only with "
+            "selects V2, whose kernels have CPU replacements; for other methods only with "
             "VLLM_USE_V2_MODEL_RUNNER=1, which vLLM would refuse there"
         ),
         upstream="V2 without Triton on CPU hosts",

@@ -15,7 +15,7 @@ from typing import Any
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger
 
 from vllm_bastion import envs
-from vllm_bastion.carriers import StepPlan, StepReport
+from vllm_bastion.attached import StepPlan, StepReport
 from vllm_bastion.config import bastion_config, chain_view_of, settings_of
 from vllm_bastion.logger import init_logger
 from vllm_bastion.scheduler.gate import Arm

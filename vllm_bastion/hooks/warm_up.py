@@ -25,13 +25,13 @@ def warm_up_kernels(original: Callable[..., Any], model_runner: Any, *args: Any,
     # The first request takes 4 rows + 3 tokens: a prompt of rows + 1, three steps with drafts, and
     # two without.
     fitting = min((model_runner.max_model_len - 3) // 4, most)
-    spared = min(max(0, rows - fitting), steps - 1)
+    left_out = min(max(0, rows - fitting), steps - 1)
     few = copy.copy(scheduler)
-    few.max_num_seqs = min(scheduler.max_num_seqs, max(1, most // (rows - spared)))
+    few.max_num_seqs = min(scheduler.max_num_seqs, max(1, most // (rows - left_out)))
     try:
         model_runner.scheduler_config = few
-        model_runner.num_speculative_steps = steps - spared
-        model_runner.decode_query_len = rows - spared
+        model_runner.num_speculative_steps = steps - left_out
+        model_runner.decode_query_len = rows - left_out
         return original(model_runner, *args, **kw)
     finally:
         model_runner.scheduler_config = scheduler

@@ -173,12 +173,9 @@ def calibrate(
     # The problem is not convex: start near (outliers aside), and where outliers have no influence.
     bound = compute_ms > memory_ms
     lines = np.concatenate([line(memory_ms, ~bound), line(compute_ms, bound)])
-    fits = []
-    for x in (np.maximum(lines / scale, 1e-6), np.full(4, 0.5)):
-        for loss in ("soft_l1", "cauchy"):  # the first gets close, the second ignores outliers
-            fit = least_squares(residuals, x, bounds=(0.0, np.inf), loss=loss)
-            x = fit.x
-        fits.append(fit)
+    starts = np.maximum(lines / scale, 1e-6), np.full(4, 0.5)
+    # The Cauchy loss all but ignores outliers.
+    fits = [least_squares(residuals, x, bounds=(0, np.inf), loss="cauchy") for x in starts]
     best = min(fits, key=lambda fit: float(fit.cost))
     return Lines(*(best.x * scale).tolist())
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies from the host to the device that wait for nothing."""
+"""NgramDrafts from the host to the device that wait for nothing."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 
 Sizes: R requests of a batch, S request slots (vLLM's ``max_num_reqs``), N nodes of a tree without
 its root, D drafted depth (gamma), K candidates per depth, V vocabulary, L depth of a tree: D, or
-more where copies of the context may go on, see `Copies`.
+more where copies of the context may go on, see `NgramDrafts`.
 
-The drafter writes a tree at the end of step t (``grow_lattice``), the target verifies it in step
+The drafter writes a tree at the end of step t (``grow_candidates``), the target verifies it in step
 t+1, and then it is overwritten. Node 0 is the root; the node of column j is node j + 1. Columns are
 in order of non-increasing path score, so any prefix of the columns is a tree, and trimming a tree
 to the budget means dropping its last columns.
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from bastion_kernels import (
-    CopyRows,
+    NgramRows,
     ancestor_bits,
     bind_slots,
     expand_best_first,
@@ -31,7 +31,7 @@ from bastion_kernels import (
     topk_partial,
     tree_positions,
 )
-from vllm_bastion.policy.copies import Copies
+from vllm_bastion.policy.ngram import NgramDrafts
 
 
 class Trees:
@@ -45,7 +45,7 @@ class Trees:
         top_k: K.
         budget: nodes verified of each request, or None if N* is chosen in each step.
         device: where the target runs.
-        copy_depth: most tokens of a copy in a tree.
+        ngram_depth: most tokens of a copy in a tree.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Trees:
         top_k: int,
         budget: int | None,
         device: torch.device,
-        copy_depth: int = 0,
+        ngram_depth: int = 0,
     ) -> None:
         self.num_nodes, self.gamma = num_nodes, depth
-        depth = self.depth = max(depth, copy_depth)
+        depth = self.depth = max(depth, ngram_depth)
         # None without lookup.
-        self.copies: Copies | None = None
+        self.ngram: NgramDrafts | None = None
         self.budget, self.device = budget, device
         slots = max_num_reqs
 
@@ -84,7 +84,7 @@ class Trees:
         self.node_limits_host = np.full(slots, num_nodes, dtype=np.int32)
         self.bits = zeros(slots, num_nodes + 1, (num_nodes + 32) // 32)
         # [S] tokens of each request's n-gram draft that are expected to be accepted.
-        self.copied = torch.zeros(slots, device=device)
+        self.ngram_expected = torch.zeros(slots, device=device)
         # Of the current step, by row of its batch (padding rows: slot -1, tail 0).
         self.step_slots = torch.full((slots,), -1, dtype=torch.int64, device=device)
         self.tail_lens = zeros(slots)
@@ -94,8 +94,8 @@ class Trees:
         self._set_top_k(top_k)
 
     def look_up(self, history: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Give trees branches that are copies of the context, see `Copies`."""
-        self.copies = Copies(history, lengths, self.depth, self.num_nodes)
+        """Give trees branches that are copies of the context, see `NgramDrafts`."""
+        self.ngram = NgramDrafts(history, lengths, self.depth, self.num_nodes)
 
     def use_chains(self) -> None:
         """Draft chains only. Must be called before the first forward pass, dummy or captured."""
@@ -119,7 +119,7 @@ class Trees:
     # ---- end of step t: the drafter's logits become trees -------------------------------
 
     def bind_rows(self, idx_mapping: torch.Tensor | None = None) -> None:
-        """Set the request slots that the next ``grow_lattice`` writes to; none for a dummy batch.
+        """Set the request slots that the next ``grow_candidates`` writes to; none for a dummy run.
 
         idx_mapping: [R] int64 request slots.
         """
@@ -154,14 +154,14 @@ class Trees:
         num_reqs: int,
         depth: int,
         draft_id_to_target_id: torch.Tensor | None = None,
-        longest_copy: int | None = None,
+        longest_ngram: int | None = None,
     ) -> None:
         """Build the trees of a batch after `rank` has ranked `depth` rows of each request.
 
         Args:
             draft_id_to_target_id: [drafter's V] int64, if the drafter's vocabulary is a subset of
                 the target's: the offset from a draft token id to the target's ("d2t").
-            longest_copy: see `grow_lattice`.
+            longest_ngram: see `grow_candidates`.
         """
         tokens, logprobs = (
             top.view(-1, self.top_k)[: num_reqs * depth].view(num_reqs, depth, self.top_k)
@@ -169,10 +169,10 @@ class Trees:
         )
         if draft_id_to_target_id is not None:
             tokens += draft_id_to_target_id[tokens.long()].to(torch.int32)
-        self.grow_lattice(tokens, logprobs[:, :, None], longest_copy)
+        self.grow_candidates(tokens, logprobs[:, :, None], longest_ngram)
 
     def grow_transitions(
-        self, candidates: torch.Tensor, scores: torch.Tensor, longest_copy: int | None = None
+        self, candidates: torch.Tensor, scores: torch.Tensor, longest_ngram: int | None = None
     ) -> None:
         """Build the trees of a batch from transition scores. Runs inside the drafter's graph.
 
@@ -183,13 +183,13 @@ class Trees:
                 distribution that the parent's next token is drawn from.
         """
         logprobs = scores.float().log_softmax(-1)
-        self.grow_lattice(candidates.to(torch.int32), logprobs, longest_copy)
+        self.grow_candidates(candidates.to(torch.int32), logprobs, longest_ngram)
 
-    def grow_lattice(
+    def grow_candidates(
         self,
         tokens: torch.Tensor,
         logprobs: torch.Tensor,
-        longest_copy: int | None = None,
+        longest_ngram: int | None = None,
     ) -> None:
         """Build the trees of a batch from a lattice's log-probabilities, in the drafter's graph.
 
@@ -199,37 +199,37 @@ class Trees:
             tokens: [R, D, M] int32 candidates of each depth.
             logprobs: [R, D, P, M] fp32 of each candidate: P = 1, or P = M where they depend on the
                 token above, row p after candidate p of the depth above.
-            longest_copy: most tokens of a copy that a reply can still use; None: all.
+            longest_ngram: most tokens of a copy that a reply can still use; None: all.
         """
         reqs = len(tokens)
         slots = self.row_slots[:reqs]
         copies = None
-        if self.copies is not None:
-            copies = self.copies.mix(slots, tokens, logprobs, self.copied, longest_copy)
+        if self.ngram is not None:
+            copies = self.ngram.mix(slots, tokens, logprobs, self.ngram_expected, longest_ngram)
         self._expand(tokens, logprobs, copies)
 
-    def grow_copies(self, num_reqs: int, longest_copy: int | None = None) -> None:
-        """Build the trees of a batch from copies of its texts alone, see `grow_lattice`."""
-        assert self.copies is not None
+    def grow_ngram(self, num_reqs: int, longest_ngram: int | None = None) -> None:
+        """Build the trees of a batch from copies of its texts alone, see `grow_candidates`."""
+        assert self.ngram is not None
         tokens, logprobs = self.top_tokens[:num_reqs, :0], self.top_logprobs[:num_reqs, :0, None]
         slots = self.row_slots[:num_reqs]
-        copies = self.copies.mix(slots, tokens, logprobs, self.copied, longest_copy)
+        copies = self.ngram.mix(slots, tokens, logprobs, self.ngram_expected, longest_ngram)
         self._expand(tokens, logprobs, copies)
 
     def warm_up(self) -> None:
         """Compile the ops of copies that no draft runs."""
-        if self.copies is None:
+        if self.ngram is None:
             return
         self.bind_rows()
-        self.grow_copies(1)
+        self.grow_ngram(1)
         no_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
-        self.copies.count_sources(self.row_slots[:1], no_rows, self.path[:1])
+        self.ngram.count_sources(self.row_slots[:1], no_rows, self.path[:1])
 
     def _expand(
         self,
         tokens: torch.Tensor,
         logprobs: torch.Tensor,
-        copies: CopyRows | None,
+        copies: NgramRows | None,
     ) -> None:
         """Grow the trees of `bind_rows`' batch."""
         reqs = len(tokens)
@@ -244,7 +244,7 @@ class Trees:
             self.depths,
             self.log_rho,
             self.size,
-            copies=copies,
+            ngram=copies,
         )
         ancestor_bits(self.parents, slots, self.bits)
 
@@ -281,8 +281,8 @@ class Trees:
         scores = self.log_rho[slots].gather(1, columns)
         self.log_rho[slots] = scores.masked_fill(unused, -torch.inf)
         self.size[slots] = sizes.to(torch.int32)
-        if self.copies is not None:
-            self.copies.select_columns(slots, columns, unused)
+        if self.ngram is not None:
+            self.ngram.select_columns(slots, columns, unused)
         ancestor_bits(self.parents, slots.contiguous(), self.bits)
 
     # ---- step t+1: the trees are verified -----------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 # Trees that are judged together, and fewer if almost none has ever had a token accepted: such a
 # drafter is soon used for probes only, and 1,000 trees would take hours.
-TREES, BARREN_TREES = 1000, 64
+TREES, NEAR_ZERO_TREES = 1000, 64
 # Accepted tokens per tree that a wrong drafter gets by chance.
 _BY_CHANCE = 0.02
 # A drafter with fewer accepted tokens per tree does not fit; one that fits has several.
@@ -21,7 +21,7 @@ _PAUSE = 3600.0
 
 
 class DrafterFit:
-    """Judges the trees of one engine, TREES at a time, or BARREN_TREES if almost none is accepted.
+    """Judges an engine's trees, TREES at a time, or NEAR_ZERO_TREES if almost none is accepted.
 
     Args:
         drafter: name or folder of the drafter, as the user gave it.
@@ -50,8 +50,8 @@ class DrafterFit:
             self._all_trees + trees,
             self._all_accepted + accepted,
         )
-        barren = self._all_accepted <= _BY_CHANCE * self._all_trees
-        if self._trees < (BARREN_TREES if barren else TREES):
+        near_zero = self._all_accepted <= _BY_CHANCE * self._all_trees
+        if self._trees < (NEAR_ZERO_TREES if near_zero else TREES):
             return None
         judged, tokens = self._trees, self._accepted
         self._trees = self._accepted = 0
@@ -62,7 +62,7 @@ class DrafterFit:
         trained = f" ({self.positions} tokens)" if self.positions is not None else ""
         return (
             f'The drafter "{self._drafter}" does not fit the target "{self._target}": '
-            f"{judged} trees yielded {tokens} draft tokens. Likely causes: it was trained for "
+            f"{judged} trees had {tokens} draft tokens. Likely causes: it was trained for "
             "another target; the prompts use another chat template than its training data; the "
             f"context is longer than the drafter's positions{trained}; or the target is quantised "
             "and its hidden states differ. The output is right, but drafting gains nothing"

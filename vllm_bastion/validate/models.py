@@ -10,7 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_bastion.checkpoints import rules
-from vllm_bastion.checkpoints.kinds import KINDS, architectures_of, kind_of, refused_type
+from vllm_bastion.checkpoints.drafter_types import (
+    KINDS,
+    architectures_of,
+    drafter_type_of,
+    refused_type,
+)
 from vllm_bastion.checkpoints.weights import misfit
 from vllm_bastion.platform import current_host
 from vllm_bastion.validate import BastionConfigError
@@ -36,7 +41,7 @@ _WANTED = {
 
 def check_target(model: Any) -> None:
     """Refuse a target model that a tree cannot be verified on."""
-    kind = kind_of(architectures_of(model.hf_config))
+    kind = drafter_type_of(architectures_of(model.hf_config))
     if kind is not None:
         raise BastionConfigError(
             f'"{model.model}", given as the target, is a drafter ({kind.name}): exchange the two, '
@@ -114,7 +119,7 @@ def check_drafter(drafter: Any, keys: dict[str, Any], target: Any) -> None:
     """
     name = keys["model"]
     architectures = architectures_of(drafter)
-    kind = kind_of(architectures)
+    kind = drafter_type_of(architectures)
     if kind is None:
         raise _not_served(name, f"of type {'+'.join(architectures) or drafter.model_type}")
     gamma, needed = kind.gamma(drafter), getattr(drafter, kind.needs, None)

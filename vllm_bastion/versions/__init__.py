@@ -31,7 +31,7 @@ class Capabilities:
     seeds_draft_steps: bool
     """Each step of a draft is drawn with a seed of its own."""
     absent_kernel_parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Kernel -> parameters of its native twin that this version's kernel does not take."""
+    """Kernel -> parameters of its CPU replacement that this version's kernel does not take."""
     signatures: Mapping[str, str] = field(default_factory=dict)
     """Hook target -> its signature, where it is not the one that the hook's row expects."""
 

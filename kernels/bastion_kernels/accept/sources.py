@@ -85,4 +85,4 @@ class CountSources(Op):
             )
 
 
-count_sources = public(CountSources, cpu="bastion_kernels.cpu.copies")
+count_sources = public(CountSources, cpu="bastion_kernels.cpu.ngram")

@@ -41,7 +41,7 @@ _KEPT = 3  # folders of a package's older sources
 _IN_USE_S = 14 * 24 * 3600  # an older folder is kept anyway if it was used within this time
 _LOADED = time.time()
 _warned = False
-_COMPILES = re.compile(rb"\b(njit|inner|intrinsic|cfunc|twin)\b")
+_COMPILES = re.compile(rb"\b(njit|inner|intrinsic|cfunc|replacement)\b")
 # Division by zero follows IEEE 754, as on a GPU. No fastmath: results equal the references bit for
 # bit. The GIL is released.
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}

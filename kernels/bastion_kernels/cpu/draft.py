@@ -70,10 +70,10 @@ def _next_candidate(logprobs, r, depth, own, after):
 def _expand(
     tokens, logprobs, children, in_order, slots,
     out_tokens, parents, depths, log_rho, num_nodes,
-    copied, places, copy_rows, sources,
+    copied, places, ngram_rows, sources,
 ):  # fmt: skip
     """logprobs: [R, D, P, M]. in_order: P = 1, and a candidate's column is its rank; else P = M.
-    copied, places: [R, L], L = 0 without copies. copy_rows: [R, L, 1, M + 1]."""
+    copied, places: [R, L], L = 0 without copies. ngram_rows: [R, L, 1, M + 1]."""
     depth_limit, limit = tokens.shape[1], out_tokens.shape[1]
     copy_limit, width = copied.shape[1], tokens.shape[2]
     on_copy = np.zeros(limit + 1, np.bool_)
@@ -105,13 +105,13 @@ def _expand(
                 if (copying or off_copy) and rank < children:
                     candidate = rank
                     if copying:
-                        candidate = _next_candidate(copy_rows, r, depth, 0, before)
+                        candidate = _next_candidate(ngram_rows, r, depth, 0, before)
                     elif not in_order:
                         candidate = _next_candidate(logprobs, r, depth, own, before)
                     if candidate < 0 or (not copying and candidate >= width):
                         continue
                     logprob = (
-                        copy_rows[r, depth, 0, candidate]
+                        ngram_rows[r, depth, 0, candidate]
                         if copying
                         else logprobs[r, depth, own, candidate]
                     )
@@ -161,17 +161,17 @@ _NO_COPY, _NO_COPY_ROWS = np.empty((0, 0), np.int32), np.empty((0, 0, 0, 0), np.
 
 def expand_best_first(op: ExpandBestFirst) -> None:
     """Algorithm 1 with a heap."""
-    copied, places, copy_rows, sources = _NO_COPY, _NO_COPY, _NO_COPY_ROWS, _NO_COPY
-    if (copies := op.copies) is not None:
+    copied, places, ngram_rows, sources = _NO_COPY, _NO_COPY, _NO_COPY_ROWS, _NO_COPY
+    if (copies := op.ngram) is not None:
         copied, places, sources = (
             part.numpy() for part in (copies.tokens, copies.places, copies.sources)
         )
-        copy_rows = copies.rows.numpy()[:, :, None]
+        ngram_rows = copies.rows.numpy()[:, :, None]
     _expand(
         op.candidates.numpy(), op.logprobs.numpy(), op.top_k, op.stateless, op.slots.numpy(),
         op.out_tokens.numpy(), op.parents.numpy(),
         op.depths.numpy(), op.log_rho.numpy(), op.num_nodes.numpy(),
-        copied, places, copy_rows, sources,
+        copied, places, ngram_rows, sources,
     )  # fmt: skip
 
 

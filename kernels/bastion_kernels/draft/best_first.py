@@ -12,7 +12,7 @@ the optimal prefix-closed tree of its size (paper, optimality of best-first expa
 DFlash has one row of scores for all nodes of a depth: q does not depend on x_{i-1}. DFlash2,
 LiLiCorr and DSpark have a row for each candidate of the depth above.
 
-Text copied from the context may be a branch of the same tree, see `mix_copy`. Nodes on the copy
+Text copied from the context may be a branch of the same tree, see `mix_ngram`. Nodes on the copy
 have their own rows.
 
 The frontier has one entry per node of the tree: the node's best child that has not been taken.
@@ -32,14 +32,14 @@ from torch import Tensor
 
 from bastion_kernels.checks import check
 from bastion_kernels.draft.best_first_kernel import expand_kernel
-from bastion_kernels.draft.lattice import ReadsLattice
+from bastion_kernels.draft.candidates import ReadsLattice
 from bastion_kernels.op import public
 from bastion_kernels.triton_or_none import triton
 
 
 @dataclass(frozen=True)
-class CopyRows:
-    """Output of `mix_copy`, and the source of each node. L depths, at least D."""
+class NgramRows:
+    """Output of `mix_ngram`, and the source of each node. L depths, at least D."""
 
     tokens: Tensor
     """`[R, L]` int32, the copy."""
@@ -88,28 +88,28 @@ class ExpandBestFirst(ReadsLattice):
     """`[S, N]` fp32, path scores, written."""
     num_nodes: Tensor
     """`[S]` int32, columns in use, written."""
-    copies: CopyRows | None = None
-    """Copies that may become branches of these trees; None: none."""
+    ngram: NgramRows | None = None
+    """N-gram drafts that may become branches of these trees; None: none."""
 
     def check(self) -> None:
         reqs, depth, width = self.candidates.shape
         num_slots, limit = self.parents.shape
-        self.check_lattice()
+        self.check_candidates()
         self.expect("slots", (reqs,), torch.int64)
         self.expect("out_tokens", (reqs, limit), torch.int64)
         self.expect("parents", (num_slots, limit), torch.int32)
         self.expect("depths", (num_slots, limit), torch.int32)
         self.expect("log_rho", (num_slots, limit), torch.float32)
         self.expect("num_nodes", (num_slots,), torch.int32)
-        if self.copies is not None:
-            length, kind = self.copies.tokens.shape[1], torch.int32
+        if self.ngram is not None:
+            length, kind = self.ngram.tokens.shape[1], torch.int32
             for name, shape, dtype in (
                 ("tokens", (reqs, length), kind),
                 ("places", (reqs, length), kind),
                 ("rows", (reqs, length, width + 1), torch.float32),
                 ("sources", (num_slots, limit), kind),
             ):
-                check(self.name, f"copies.{name}", getattr(self.copies, name), shape, dtype)
+                check(self.name, f"ngram.{name}", getattr(self.ngram, name), shape, dtype)
             if not depth <= length <= 254:
                 raise ValueError(f"{self.name}: D <= L <= 254, got {depth}, {length}")
         if limit > 4096 or max(depth, width) > 255 or self.top_k < 1:
@@ -124,7 +124,7 @@ class ExpandBestFirst(ReadsLattice):
         limit = self.out_tokens.shape[1]
         if reqs == 0:
             return
-        copies = self.copies
+        ngram = self.ngram
         expand_kernel[(reqs,)](
             **self.lattice(),
             slots=self.slots,
@@ -133,23 +133,23 @@ class ExpandBestFirst(ReadsLattice):
             depths=self.depths,
             log_rho=self.log_rho,
             num_nodes=self.num_nodes,
-            copied=None if copies is None else copies.tokens,
-            places=None if copies is None else copies.places,
-            copy_rows=None if copies is None else copies.rows,
-            sources=None if copies is None else copies.sources,
-            stride_copied_r=0 if copies is None else copies.tokens.stride(0),
-            stride_copy_rows_r=0 if copies is None else copies.rows.stride(0),
-            stride_sources_s=0 if copies is None else copies.sources.stride(0),
+            copied=None if ngram is None else ngram.tokens,
+            places=None if ngram is None else ngram.places,
+            ngram_rows=None if ngram is None else ngram.rows,
+            sources=None if ngram is None else ngram.sources,
+            stride_copied_r=0 if ngram is None else ngram.tokens.stride(0),
+            stride_copy_rows_r=0 if ngram is None else ngram.rows.stride(0),
+            stride_sources_s=0 if ngram is None else ngram.sources.stride(0),
             stride_out_tokens_r=self.out_tokens.stride(0),
             stride_parents_s=self.parents.stride(0),
             stride_depths_s=self.depths.stride(0),
             stride_log_rho_s=self.log_rho.stride(0),
             N=limit,
-            TOP_K=min(self.top_k, width if copies is None else width + 1),
-            IN_ORDER=self.stateless and copies is None,
-            L=0 if copies is None else copies.tokens.shape[1],
+            TOP_K=min(self.top_k, width if ngram is None else width + 1),
+            IN_ORDER=self.stateless and ngram is None,
+            L=0 if ngram is None else ngram.tokens.shape[1],
             BLOCK=max(32, triton.next_power_of_2(limit)),
-            BLOCK_M=triton.next_power_of_2(width if copies is None else width + 1),
+            BLOCK_M=triton.next_power_of_2(width if ngram is None else width + 1),
             num_warps=1,
         )
 

@@ -61,7 +61,7 @@ def expand_kernel(
     num_nodes,
     copied,
     places,
-    copy_rows,
+    ngram_rows,
     sources,
     stride_candidates_r,
     stride_candidates_d,
@@ -110,14 +110,14 @@ def expand_kernel(
         if L > 0:
             copied += i_r * stride_copied_r
             places += i_r * stride_copied_r
-            copy_rows += i_r * stride_copy_rows_r
+            ngram_rows += i_r * stride_copy_rows_r
             on_copy = (tl.load(places) >= 0).to(tl.int32)
         if IN_ORDER:
             first, middle = cost_of(tl.load(logprobs)), 0
         else:
             size = tl.where((on_copy == 0) & (D > 0), M, 0)
             first, middle = _next(
-                logprobs, stride_logprobs_m, size, copy_rows, on_copy * (M + 1), -1, -1, BLOCK_M
+                logprobs, stride_logprobs_m, size, ngram_rows, on_copy * (M + 1), -1, -1, BLOCK_M
             )
         b_cost = tl.where(b_owner == 0, first, float("inf")).to(tl.int32, bitcast=True)
         b_entry = tl.where(b_owner == 0, middle << 8, 0)
@@ -151,7 +151,7 @@ def expand_kernel(
                 p_value = p_row + candidate * stride_logprobs_m
                 taken = tl.load(p_value, mask=on_copy == 0, other=float("-inf"))
                 more = rank + 1 < TOP_K
-                p_copy, copy_size, is_copy = copy_rows, 0, on_copy
+                p_copy, copy_size, is_copy = ngram_rows, 0, on_copy
                 if L > 0:
                     p_copy += depth * (M + 1)
                     copy_size = tl.where((on_copy != 0) & more, M + 1, 0)

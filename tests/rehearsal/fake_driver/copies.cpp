@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies and fills, at once or as nodes of a graph.
+// NgramDrafts and fills, at once or as nodes of a graph.
 #include <sys/mman.h>
 
 #include <algorithm>

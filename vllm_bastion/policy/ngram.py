@@ -2,7 +2,7 @@
 """Lookup: the copies of all requests, in buffers that live as long as the engine.
 
 The longest suffix of a request's text that occurs earlier in it is looked up
-(`bastion_kernels.draft.find_copy`). What follows the latest occurrence, the copy, becomes a branch
+(`bastion_kernels.draft.find_ngram`). What follows the latest occurrence, the copy, becomes a branch
 of the request's tree. A tree still depends only on the drafter and the emitted text, so the walk
 stays exact.
 """
@@ -13,16 +13,16 @@ import numpy as np
 import torch
 
 from bastion_kernels import (
-    CopyRows,
-    copy_chances,
-    copy_priors,
+    NgramRows,
     count_sources,
-    find_copy,
-    mix_copy,
+    find_ngram,
+    mix_ngram,
+    ngram_chances,
+    ngram_priors,
 )
 
 
-class Copies:
+class NgramDrafts:
     """What lookup keeps by request slot, and the rows that it adds to a lattice.
 
     Args:
@@ -43,7 +43,7 @@ class Copies:
         self.history, self.lengths, self.depth = history, lengths, depth
         self._found = zeros(slots, dtype=torch.int64)
         self._last = zeros(slots, 3)
-        self._priors = copy_priors(device)
+        self._priors = ngram_priors(device)
         # Trials and successes by match length, of all requests.
         self.counts = zeros(2, len(self._priors))
         self._arrived = zeros(1)
@@ -82,7 +82,7 @@ class Copies:
 
     def find(self, slots: torch.Tensor) -> None:
         """Look for the copies of the requests in `slots`, [R], before `mix` does."""
-        find_copy(self.history, self.lengths, slots, self._last, self.counts, self._found)
+        find_ngram(self.history, self.lengths, slots, self._last, self.counts, self._found)
         self._is_found = True
 
     def give_up(self, slots: torch.Tensor) -> None:
@@ -107,7 +107,7 @@ class Copies:
         matches = self._found.numpy()[slots] >> 32
         if not matches.any():
             return np.zeros(len(slots))
-        chances = copy_chances(self.counts.numpy(), self._priors.numpy())
+        chances = ngram_chances(self.counts.numpy(), self._priors.numpy())
         lengths = np.minimum(matches[:, None] + self._depths, len(chances) - 1)
         scores = chances[lengths].cumprod(axis=1)
         scores[(matches == 0)[:, None] | (self._depths >= most[:, None])] = 0.0
@@ -119,15 +119,15 @@ class Copies:
         slots: torch.Tensor,
         tokens: torch.Tensor,
         logprobs: torch.Tensor,
-        promised: torch.Tensor,
+        expected: torch.Tensor,
         longest: int | None = None,
-    ) -> CopyRows:
+    ) -> NgramRows:
         """Find the copies of a batch, and mix them into its lattice.
 
         Args:
             slots: [R] int64 request slots.
-            tokens, logprobs: see `Trees.grow_lattice`; D may be 0.
-            promised: [S], written: tokens of each copy that are expected to be accepted.
+            tokens, logprobs: see `Trees.grow_candidates`; D may be 0.
+            expected: [S], written: tokens of each copy that are expected to be accepted.
             longest: most tokens of a copy, if fewer than a tree is deep.
         """
         reqs, width = len(slots), tokens.shape[2]
@@ -140,12 +140,12 @@ class Copies:
             buffer.view(-1)[: reqs * depth].view(reqs, depth)
             for buffer in (self.tokens, self.places)
         )
-        copies = CopyRows(copied, places, rows, self.sources)
+        copies = NgramRows(copied, places, rows, self.sources)
         text = self.history, self.lengths, slots
         if not self._is_found:
-            find_copy(*text, self._last, self.counts, self._found)
+            find_ngram(*text, self._last, self.counts, self._found)
         self._is_found = False
-        mix_copy(
+        mix_ngram(
             *text,
             self._found,
             self._last,
@@ -157,6 +157,6 @@ class Copies:
             copies.tokens,
             copies.places,
             copies.rows,
-            promised,
+            expected,
         )
         return copies

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies by request slot: what the host is told before they are mixed into a lattice."""
+"""NgramDrafts by request slot: what the host is told before they are mixed into a lattice."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from bastion_kernels.draft.find_copy import LONGEST
-from vllm_bastion.policy.copies import Copies
+from bastion_kernels.draft.find_ngram import LONGEST
+from vllm_bastion.policy.ngram import NgramDrafts
 
 DEPTH, WIDTH, SLOTS = 9, 3, 5
 
@@ -26,7 +26,7 @@ def test_what_copies_promise_is_known_before_they_are_mixed() -> None:
     for slot, text in zip(slots, texts):
         history[slot, : len(text)] = torch.tensor(text)
         lengths[slot] = len(text)
-    copies = Copies(history, lengths, DEPTH, 16)
+    copies = NgramDrafts(history, lengths, DEPTH, 16)
     copies.counts[0] = torch.arange(LONGEST + 1)
     copies.counts[1] = torch.arange(LONGEST + 1) // 2
     copies.find(slots)
@@ -36,17 +36,17 @@ def test_what_copies_promise_is_known_before_they_are_mixed() -> None:
     assert told[2] == 0.0 and (told[[0, 1, 3]] > 0.5).all()
     assert 0.0 < fewer[1] < told[1] and fewer[3] == told[3]
 
-    promised = torch.full((SLOTS,), -1.0)
+    expected = torch.full((SLOTS,), -1.0)
     tokens = torch.zeros(4, 2, WIDTH, dtype=torch.int32)
-    copies.mix(slots, tokens, torch.zeros(4, 2, 1, WIDTH), promised)
-    np.testing.assert_allclose(promised[slots], told, rtol=1e-5)
+    copies.mix(slots, tokens, torch.zeros(4, 2, 1, WIDTH), expected)
+    np.testing.assert_allclose(expected[slots], told, rtol=1e-5)
 
 
 def test_copies_that_were_given_up_are_judged_too() -> None:
     history = torch.tensor([[1, 2, 3, 1, 2, 9, 9, 9]], dtype=torch.int32)
     slots, judged = torch.zeros(1, dtype=torch.int64), []
     for gives_up in (False, True):
-        copies = Copies(history, torch.tensor([5], dtype=torch.int32), DEPTH, 16)
+        copies = NgramDrafts(history, torch.tensor([5], dtype=torch.int32), DEPTH, 16)
         copies.find(slots)
         assert copies.expected(np.zeros(1, int), np.array([DEPTH])) > 0
         if gives_up:

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
     import vllm.v1.worker.cpu.shm  # noqa: F401
 
 from helpers import engine_config, is_refused, write_checkpoint
-from vllm_bastion.checkpoints.kinds import KINDS, candidates_of, gamma_of, kind_of
+from vllm_bastion.checkpoints.drafter_types import KINDS, candidates_of, drafter_type_of, gamma_of
 from vllm_bastion.validate.models import DRAFTER_NAMES
 
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
@@ -33,7 +33,7 @@ EXTENDS = {
 
 @pytest.mark.parametrize("architecture", EXTENDS)
 def test_each_kind_runs_vllms_own_speculator(architecture: str) -> None:
-    kind = kind_of([architecture])
+    kind = drafter_type_of([architecture])
     assert kind is not None
     theirs, ours = resolve_name(EXTENDS[architecture]), resolve_name(kind.speculator)
     tree, base = resolve_name(KINDS[0].speculator), resolve_name(EXTENDS["DFlashDraftModel"])
@@ -45,9 +45,9 @@ def test_each_kind_runs_vllms_own_speculator(architecture: str) -> None:
 
 
 def test_a_checkpoint_of_several_kinds_is_none() -> None:
-    assert kind_of([]) is None
-    assert kind_of(["DFlashDraftModel", "DFlash2DraftModel"]) is None
-    assert kind_of(["DFlashDraftModel", "DFlashQwen3ForCausalLM"]) is KINDS[0]
+    assert drafter_type_of([]) is None
+    assert drafter_type_of(["DFlashDraftModel", "DFlash2DraftModel"]) is None
+    assert drafter_type_of(["DFlashDraftModel", "DFlashQwen3ForCausalLM"]) is KINDS[0]
 
 
 def config(architecture: str, **settings: Any) -> Any:

@@ -23,7 +23,7 @@ class ReadsLattice(Op):
         """Whether all nodes of a depth off the copy share one row."""
         return self.logprobs.shape[2] == 1
 
-    def check_lattice(self) -> None:
+    def check_candidates(self) -> None:
         reqs, depth, width = self.candidates.shape
         self.expect("candidates", (reqs, depth, width), torch.int32, strided=True)
         self.expect("logprobs", (reqs, depth, None, width), torch.float32, strided=True)

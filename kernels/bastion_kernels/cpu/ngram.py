@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookup on a CPU: `find_copy`, `mix_copy` and `count_sources`."""
+"""Lookup on a CPU: `find_ngram`, `mix_ngram` and `count_sources`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 from bastion_kernels.accept.sources import CountSources
 from bastion_kernels.cpu.cache import njit
-from bastion_kernels.draft.find_copy import LONGEST, SHORTEST, FindCopy
-from bastion_kernels.draft.mix_copy import _MOST_TRIALS, _PRIOR_TRIALS, MixCopy
+from bastion_kernels.draft.find_ngram import LONGEST, SHORTEST, FindNgram
+from bastion_kernels.draft.mix_ngram import _MOST_TRIALS, _PRIOR_TRIALS, MixNgram
 
 _LONGEST, _SHORTEST, _TRIALS, _MOST = LONGEST, SHORTEST, _PRIOR_TRIALS, _MOST_TRIALS
 _BLOCK = 256  # tokens compared with the last one at a time
@@ -70,7 +70,7 @@ def _find(history, lengths, slots, last, counts, found):
 @njit
 def _mix(
     history, lengths, slots, found, last, counts, priors, candidates, logprobs, stateless,
-    tokens, places, copy_rows, promised,
+    tokens, places, ngram_rows, expected,
 ):  # fmt: skip
     depths, width = candidates.shape[1], candidates.shape[2]
     for r in range(slots.shape[0]):
@@ -97,25 +97,25 @@ def _mix(
                         here = i
                         break
             for i in range(width):
-                copy_rows[r, depth, i] = -np.inf
+                ngram_rows[r, depth, i] = -np.inf
                 if depth < depths and state >= 0:
                     logprob = min(logprobs[r, depth, state, i], np.float32(0.0))
                     if logprob == logprob:
-                        copy_rows[r, depth, i] = logprob + log_rest
-            copy_rows[r, depth, width] = -np.inf
-            own = math.exp(np.float64(copy_rows[r, depth, here]))
-            copy_rows[r, depth, here] = math.log(own + chance)
+                        ngram_rows[r, depth, i] = logprob + log_rest
+            ngram_rows[r, depth, width] = -np.inf
+            own = math.exp(np.float64(ngram_rows[r, depth, here]))
+            ngram_rows[r, depth, here] = math.log(own + chance)
             tokens[r, depth], places[r, depth] = token, here
             if not stateless:
                 state = here if here < width else -1
-        promised[slot] = total
+        expected[slot] = total
     for at in range(counts.shape[1]):
         if counts[0, at] > _MOST:
             counts[0, at] //= 2
             counts[1, at] //= 2
 
 
-def find_copy(op: FindCopy) -> None:
+def find_ngram(op: FindNgram) -> None:
     """Search backwards from the end, until no match can be longer."""
     _find(
         op.history.numpy(), op.lengths.numpy(), op.slots.numpy(), op.last.numpy(),
@@ -123,12 +123,12 @@ def find_copy(op: FindCopy) -> None:
     )  # fmt: skip
 
 
-def mix_copy(op: MixCopy) -> None:
+def mix_ngram(op: MixNgram) -> None:
     _mix(
         op.history.numpy(), op.lengths.numpy(), op.slots.numpy(), op.found.numpy(),
         op.last.numpy(), op.counts.numpy(), op.priors.numpy(), op.candidates.numpy(),
         op.logprobs.numpy(), op.stateless, op.tokens.numpy(), op.places.numpy(),
-        op.copy_rows.numpy(), op.promised.numpy(),
+        op.ngram_rows.numpy(), op.expected.numpy(),
     )  # fmt: skip
 
 

@@ -19,11 +19,11 @@ _ATTRIBUTE = "bastion"
 _ANYTHING = -1  # a word of a bitmask row that allows every token
 
 
-class MissingCarrierError(RuntimeError):
+class MissingRecordError(RuntimeError):
     """An object of vLLM arrived without the record that was attached to it."""
 
 
-class Carrier:
+class AttachedRecord:
     """A record that is stored on an object of vLLM as its attribute `bastion`."""
 
     def attach(self, owner: Any) -> None:
@@ -41,11 +41,11 @@ class Carrier:
         """The record on `owner`.
 
         Raises:
-            MissingCarrierError: there is none.
+            MissingRecordError: there is none.
         """
         found = cls.find(owner)
         if found is None:
-            raise MissingCarrierError(
+            raise MissingRecordError(
                 f"vLLM's {type(owner).__name__} lost the {cls.__name__} that vllm-bastion attached "
                 "to it: this vLLM or one of its plugins copies or sends it without unknown "
                 "attributes"
@@ -63,7 +63,7 @@ class Carrier:
 
 
 @dataclass
-class StepPlan(Carrier):
+class StepPlan(AttachedRecord):
     """On a SchedulerOutput, from the scheduler to the workers."""
 
     grammar_columns: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class StepPlan(Carrier):
 
 
 @dataclass
-class StepReport(Carrier):
+class StepReport(AttachedRecord):
     """On a ModelRunnerOutput, from a worker to the scheduler."""
 
     num_verified: dict[str, int]
@@ -98,7 +98,7 @@ class StepReport(Carrier):
 
 
 @dataclass
-class RequestState(Carrier):
+class RequestState(AttachedRecord):
     """On a Request, in the engine core."""
 
     grammar_tree: GrammarTree | None = None

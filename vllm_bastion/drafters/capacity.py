@@ -12,17 +12,17 @@ from vllm.config.compilation import CompilationConfig
 
 # The logits of 64 requests take 0.27 GiB with gamma = 15 and V = 151,936; those of 1024, which vLLM
 # serves at a time by default, would take 4.4. No graph of a drafter has more requests than 64.
-MOST_AT_ONCE = 64
+LOGITS_CHUNK_REQS = 64
 # Step, in requests, between a drafter's graph sizes beyond the target's largest one.
 _GRAPH_STEP = 4
 
 
 def parts(hidden: torch.Tensor, num_reqs: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """The rows of at most `MOST_AT_ONCE` requests at a time, each with its first row's index.
+    """The rows of at most `LOGITS_CHUNK_REQS` requests at a time, each with its first row's index.
 
     hidden: [num_reqs * D, H], or [num_reqs, D, H].
     """
-    step = MOST_AT_ONCE * (len(hidden) // num_reqs)
+    step = LOGITS_CHUNK_REQS * (len(hidden) // num_reqs)
     for first in range(0, len(hidden), step):
         yield first, hidden[first : first + step]
 
@@ -30,14 +30,14 @@ def parts(hidden: torch.Tensor, num_reqs: int) -> Iterator[tuple[int, torch.Tens
 def by_parts(
     of: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], hidden: torch.Tensor, num_reqs: int
 ) -> tuple[torch.Tensor, ...]:
-    """`of(rows)`, computed for at most `MOST_AT_ONCE` requests at a time."""
-    if num_reqs <= MOST_AT_ONCE:
+    """`of(rows)`, computed for at most `LOGITS_CHUNK_REQS` requests at a time."""
+    if num_reqs <= LOGITS_CHUNK_REQS:
         return of(hidden)
     found = [of(rows) for _, rows in parts(hidden, num_reqs)]
     return tuple(torch.cat(part) for part in zip(*found, strict=True))
 
 
-def with_room(vllm_config: VllmConfig) -> VllmConfig:
+def with_capacity(vllm_config: VllmConfig) -> VllmConfig:
     """A configuration whose batch token limit holds gamma + 1 rows of every request.
 
     vLLM sizes its drafter's buffers by that limit, and otherwise limits the requests of a step.
@@ -68,7 +68,7 @@ def for_all_rows(compilation: CompilationConfig, step_rows: int) -> CompilationC
 
 
 def with_graphs(vllm_config: VllmConfig, rows: int) -> VllmConfig:
-    """A configuration by which a drafter gets CUDA graphs for up to `MOST_AT_ONCE` requests.
+    """A configuration by which a drafter gets CUDA graphs for up to `LOGITS_CHUNK_REQS` requests.
 
     vLLM captures a drafter at the target's sizes, whose largest of 512 holds 32 blocks of 16 rows,
     and 128 of 4.
@@ -76,10 +76,10 @@ def with_graphs(vllm_config: VllmConfig, rows: int) -> VllmConfig:
     rows: of a request's block.
     """
     compilation, reqs = vllm_config.compilation_config, vllm_config.scheduler_config.max_num_seqs
-    sizes, most = compilation.cudagraph_capture_sizes or [], min(reqs, MOST_AT_ONCE)
+    sizes, most = compilation.cudagraph_capture_sizes or [], min(reqs, LOGITS_CHUNK_REQS)
     if not sizes:
         return vllm_config
-    sizes = [size for size in sizes if size <= rows * MOST_AT_ONCE]
+    sizes = [size for size in sizes if size <= rows * LOGITS_CHUNK_REQS]
     more = [*range(max(sizes) // rows + _GRAPH_STEP, most, _GRAPH_STEP), most]
     more = [rows * count for count in more if rows * count > max(sizes)]
     view = copy.copy(vllm_config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twins of the block table's kernels, which get the address of each KV cache group's table."""
+"""Replacements of the block table's kernels, which get the address of each group's table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from bastion_kernels.cpu.cache import njit
-from vllm_bastion.cpu.twins.launch import row_of, twin
+from vllm_bastion.cpu.replacements.launch import replacement, row_of
 
 _BLOCKS = "vllm.v1.worker.gpu.block_table"
 
@@ -42,7 +42,7 @@ def copy_bytes(source, target, size):
         out[i] = given[i]
 
 
-@twin(f"{_BLOCKS}:_gather_block_tables_kernel")
+@replacement(f"{_BLOCKS}:_gather_block_tables_kernel")
 def _gather_block_tables(
     grid0,
     grid1,
@@ -93,7 +93,7 @@ def cp_local_slot(position, block_id, block_size, cp_rank, cp_size, interleave, 
     return block_id * block_size + local
 
 
-@twin(f"{_BLOCKS}:_compute_slot_mappings_kernel")
+@replacement(f"{_BLOCKS}:_compute_slot_mappings_kernel")
 def _compute_slot_mappings(
     grid0,
     grid1,

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twins of the kernels that prepare and update the batch: inputs, positions and tokens."""
+"""Replacements of the kernels that prepare and update the batch: inputs, positions and tokens."""
 
 from __future__ import annotations
 
 from bastion_kernels.cpu.cache import njit
-from vllm_bastion.cpu.twins.blocks import int32_at
-from vllm_bastion.cpu.twins.launch import row_of, twin
+from vllm_bastion.cpu.replacements.blocks import int32_at
+from vllm_bastion.cpu.replacements.launch import replacement, row_of
 
 _BATCH = "vllm.v1.worker.gpu.input_batch"
 
@@ -29,7 +29,7 @@ def _write_groups(writes, ptrs, strides, rows, starts, contents, cu_lens, groups
             row[starts[i] + j - begin] = contents[j]
 
 
-@twin("vllm.v1.worker.gpu.buffer_utils:_apply_write_kernel", compile=False)
+@replacement("vllm.v1.worker.gpu.buffer_utils:_apply_write_kernel", compile=False)
 def _apply_write(
     grid0,
     output_ptr,
@@ -49,7 +49,7 @@ def _apply_write(
         _write_rows(grid0, output_ptr, output_stride, *staged)
 
 
-@twin(f"{_BATCH}:_prepare_prefill_inputs_kernel")
+@replacement(f"{_BATCH}:_prepare_prefill_inputs_kernel")
 def _prepare_prefill_inputs(
     grid0,
     input_ids_ptr,
@@ -81,7 +81,7 @@ def _prepare_prefill_inputs(
             next_prefill_tokens_ptr[j * next_prefill_tokens_stride + slot] = token
 
 
-@twin(f"{_BATCH}:_prepare_pos_seq_lens_kernel")
+@replacement(f"{_BATCH}:_prepare_pos_seq_lens_kernel")
 def _prepare_pos_seq_lens(
     grid0,
     pos_ptr,
@@ -102,7 +102,7 @@ def _prepare_pos_seq_lens(
         seq_lens_ptr[i] = 0
 
 
-@twin(f"{_BATCH}:_combine_sampled_and_draft_tokens_kernel")
+@replacement(f"{_BATCH}:_combine_sampled_and_draft_tokens_kernel")
 def _combine_sampled_and_draft_tokens(
     grid0,
     input_ids_ptr,
@@ -137,7 +137,7 @@ def _combine_sampled_and_draft_tokens(
             input_ids_ptr[query_end - num_drafts + j] = drafts[j]
 
 
-@twin(f"{_BATCH}:_get_num_sampled_and_rejected_kernel")
+@replacement(f"{_BATCH}:_get_num_sampled_and_rejected_kernel")
 def _get_num_sampled_and_rejected(
     grid0,
     num_sampled_ptr,
@@ -156,7 +156,7 @@ def _get_num_sampled_and_rejected(
             num_rejected_ptr[i] = num_logits - num_sampled_ptr[i]
 
 
-@twin(f"{_BATCH}:_post_update_kernel")
+@replacement(f"{_BATCH}:_post_update_kernel")
 def _post_update(
     grid0,
     idx_mapping_ptr,
@@ -201,7 +201,7 @@ def _post_update(
         num_computed_tokens_ptr[slot] += delta
 
 
-@twin(f"{_BATCH}:_post_update_num_computed_tokens_kernel")
+@replacement(f"{_BATCH}:_post_update_num_computed_tokens_kernel")
 def _post_update_num_computed_tokens(
     grid0, idx_mapping_ptr, num_computed_tokens_ptr, query_start_loc_ptr
 ):
@@ -210,7 +210,7 @@ def _post_update_num_computed_tokens(
         num_computed_tokens_ptr[idx_mapping_ptr[i]] += length
 
 
-@twin(f"{_BATCH}:_expand_idx_mapping_kernel")
+@replacement(f"{_BATCH}:_expand_idx_mapping_kernel")
 def _expand_idx_mapping(
     grid0,
     idx_mapping_ptr,

@@ -84,7 +84,7 @@ def _find_kernel(
 
 
 @dataclass(slots=True)
-class FindCopy(Op):
+class FindNgram(Op):
     """Find every request's copy, and count trials and successes of the last one; see the module."""
 
     history: Tensor
@@ -129,4 +129,4 @@ class FindCopy(Op):
             )
 
 
-find_copy = public(FindCopy, cpu="bastion_kernels.cpu.copies")
+find_ngram = public(FindNgram, cpu="bastion_kernels.cpu.ngram")

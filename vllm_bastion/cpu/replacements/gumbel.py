@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twins of temperature and of the Gumbel-max draw."""
+"""Replacements of temperature and of the Gumbel-max draw."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from vllm_bastion.cpu.noise import DRAFT_SALT, gumbel_row
-from vllm_bastion.cpu.twins.launch import twin
+from vllm_bastion.cpu.replacements.launch import replacement
 from vllm_bastion.versions import capabilities
 
 _GUMBEL = "vllm.v1.worker.gpu.sample.gumbel"
 
 
-@twin(f"{_GUMBEL}:_temperature_kernel")
+@replacement(f"{_GUMBEL}:_temperature_kernel")
 def _temperature(
     grid0,
     logits_ptr,
@@ -54,7 +54,7 @@ def noised(row, temperature, seed, pos, fp64):
     return row + gumbel_row(seed, pos, row.shape[0], fp64=fp64)
 
 
-@twin(
+@replacement(
     f"{_GUMBEL}:_gumbel_sample_kernel",
     compile=False,
     reads=("logits_ptr", "logits_cache_source_ptr"),

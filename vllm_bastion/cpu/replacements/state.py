@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twins of the kernels that some models need: gated delta state, M-RoPE, prompt embeddings."""
+"""Replacements of kernels that some models need: gated delta state, M-RoPE, prompt embeddings."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import ctypes
 import numpy as np
 
 from bastion_kernels.cpu.cache import njit
-from vllm_bastion.cpu.twins.blocks import copy_bytes, int32_at
-from vllm_bastion.cpu.twins.launch import row_of, twin
+from vllm_bastion.cpu.replacements.blocks import copy_bytes, int32_at
+from vllm_bastion.cpu.replacements.launch import replacement, row_of
 
 _STATES = "vllm.v1.worker.gpu.model_states"
 _MAMBA = "vllm.v1.worker.mamba_utils"
 
 
-@twin(f"{_STATES}.mamba_hybrid:_scatter_num_accepted_kernel")
+@replacement(f"{_STATES}.mamba_hybrid:_scatter_num_accepted_kernel")
 def _scatter_num_accepted(grid0, idx_mapping_ptr, num_sampled_ptr, num_accepted_ptr):
     for i in range(grid0):
         if idx_mapping_ptr[i] >= 0:
             num_accepted_ptr[idx_mapping_ptr[i]] = max(num_sampled_ptr[i], 1)
 
 
-@twin(f"{_STATES}.mamba_hybrid:_fill_num_accepted_kernel")
+@replacement(f"{_STATES}.mamba_hybrid:_fill_num_accepted_kernel")
 def _fill_num_accepted(grid0, idx_mapping_ptr, num_accepted_ptr, num_sampled):
     for i in range(grid0):
         if idx_mapping_ptr[i] >= 0:
             num_accepted_ptr[idx_mapping_ptr[i]] = num_sampled
 
 
-@twin(f"{_MAMBA}:preprocess_mamba_align_fused_kernel")
+@replacement(f"{_MAMBA}:preprocess_mamba_align_fused_kernel")
 def _preprocess_mamba_align(
     grid0,
     idx_mapping_ptr,
@@ -78,7 +78,7 @@ def _copy_states(
             copy_bytes(source + bias * token, target, (width - bias) * token)
 
 
-@twin(f"{_MAMBA}:precopy_mamba_align_fused_kernel")
+@replacement(f"{_MAMBA}:precopy_mamba_align_fused_kernel")
 def _precopy_mamba_align(
     grid0,
     grid1,
@@ -116,7 +116,7 @@ def _precopy_mamba_align(
         _copy_states(slot, *columns, token_bias_ptr[slot], *layers)
 
 
-@twin(f"{_MAMBA}:postprocess_mamba_fused_kernel")
+@replacement(f"{_MAMBA}:postprocess_mamba_fused_kernel")
 def _postprocess_mamba(
     grid0,
     grid1,
@@ -170,7 +170,7 @@ def _postprocess_mamba(
         _copy_states(slot, source, target, bias, *layers)
 
 
-@twin("vllm.v1.worker.utils:_zero_kv_blocks_kernel")
+@replacement("vllm.v1.worker.utils:_zero_kv_blocks_kernel")
 def _zero_kv_blocks(
     grid0,
     grid1,
@@ -191,7 +191,7 @@ def _zero_kv_blocks(
                 page[j] = 0
 
 
-@twin("vllm.v1.worker.gpu.mm.rope:_prepare_rope_positions_kernel")
+@replacement("vllm.v1.worker.gpu.mm.rope:_prepare_rope_positions_kernel")
 def _prepare_rope_positions(
     grid0,
     positions_ptr,
@@ -227,7 +227,7 @@ def _view(address, size, dtype):
     return np.frombuffer(raw, dtype=dtype)
 
 
-@twin(f"{_STATES}.prompt_embeds:_apply_prompt_embeds_kernel", compile=False, bits=True)
+@replacement(f"{_STATES}.prompt_embeds:_apply_prompt_embeds_kernel", compile=False, bits=True)
 def _apply_prompt_embeds(
     grid0,
     grid1,

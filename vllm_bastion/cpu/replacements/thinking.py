@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twins of the kernels that end a request's reasoning once its token budget is spent."""
+"""Replacements of the kernels that end a request's reasoning once its token budget is spent."""
 
 from __future__ import annotations
 
 from bastion_kernels.cpu.cache import njit
-from vllm_bastion.cpu.twins.launch import row_of, twin
+from vllm_bastion.cpu.replacements.launch import replacement, row_of
 
 _THINKING = "vllm.v1.worker.gpu.sample.thinking_budget"
 
@@ -22,7 +22,7 @@ def _last_match(tokens, low, high, marker):
     return -1
 
 
-@twin(f"{_THINKING}:_update_committed_marker_cache_kernel")
+@replacement(f"{_THINKING}:_update_committed_marker_cache_kernel")
 def _update_committed_marker_cache(
     grid0,
     req_ids_ptr,
@@ -85,7 +85,7 @@ def _effective_match(tokens, drafts, begin, marker):
     return True
 
 
-@twin(f"{_THINKING}:_thinking_budget_kernel")
+@replacement(f"{_THINKING}:_thinking_budget_kernel")
 def _thinking_budget(
     grid0,
     logits_ptr,

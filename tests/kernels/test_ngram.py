@@ -14,14 +14,14 @@ from op_helpers import Trees, assert_same, call, lattice, poisoned, poisoned_tre
 from torch import Tensor
 
 from bastion_kernels import (
-    CopyRows,
-    copy_priors,
+    NgramRows,
     count_sources,
     expand_best_first,
-    find_copy,
-    mix_copy,
+    find_ngram,
+    mix_ngram,
+    ngram_priors,
 )
-from bastion_kernels.draft.find_copy import LONGEST
+from bastion_kernels.draft.find_ngram import LONGEST
 from tests import references
 from tests.references.lookup import longest_match
 
@@ -51,7 +51,7 @@ def search(run: Any, texts: list[list[int]], **given: Tensor) -> Tensor:
     return torch.stack([every["found"] >> 32, every["found"] & 0xFFFFFFFF], dim=1)
 
 
-@runs(find_copy)
+@runs(find_ngram)
 def test_the_longest_match_is_found_and_the_latest_of_them(run) -> None:
     generator = torch.Generator().manual_seed(1)
     texts = [[5], [5, 5], [5, 5, 5], [1, 2, 1, 2], [7] * 40, [1, 2, 3] * 30, [1, 2, 3, 9, 2, 3]]
@@ -65,7 +65,7 @@ def test_the_longest_match_is_found_and_the_latest_of_them(run) -> None:
 
 
 @pytest.mark.parametrize(
-    "run", [pytest.param(find_copy.triton, marks=pytest.mark.gpu), find_copy.cpu]
+    "run", [pytest.param(find_ngram.triton, marks=pytest.mark.gpu), find_ngram.cpu]
 )
 def test_a_long_history(run) -> None:
     text = torch.randint(50_000, (131_072,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -73,7 +73,7 @@ def test_a_long_history(run) -> None:
     assert search(run, texts).tolist() == [[4, 81], [0, 0], [32, 3040]]
 
 
-@runs(find_copy)
+@runs(find_ngram)
 def test_copies_are_judged_by_what_was_emitted(run) -> None:
     # Found at n = 6 with m = 3, p = 3 of a period of 3; then 1, 2, 3 and 9 were emitted.
     texts = [[1, 2, 3, 1, 2, 3, 1, 2, 3, 9], [4, 5, 6, 7, 8, 4], [1, 1, 1, 1], [5, 6, 7]]
@@ -88,7 +88,7 @@ def test_copies_are_judged_by_what_was_emitted(run) -> None:
 
 def chances(counts: Tensor) -> list[float]:
     trials, right = counts.double()
-    return ((right + 16 * copy_priors().double()) / (trials + 16)).tolist()
+    return ((right + 16 * ngram_priors().double()) / (trials + 16)).tolist()
 
 
 KINDS = ("marginals", "transitions", "nothing")
@@ -121,26 +121,26 @@ class Case:
         self.counts = torch.randint(0, 9, (2, LONGEST + 1), generator=generator).sort(0, True)[0]
         self.counts = self.counts.int()
 
-    def mixed(self, run: Any = references.mix_copy) -> tuple[CopyRows, dict[str, Tensor]]:
+    def mixed(self, run: Any = references.mix_ngram) -> tuple[NgramRows, dict[str, Tensor]]:
         reqs, length, width = self.reqs, self.length, self.width
         state = {
             "found": torch.zeros(reqs, dtype=torch.int64),
             "last": torch.zeros(reqs, 3, dtype=torch.int32),
             "counts": self.counts.clone(),
-            "promised": poisoned(reqs, dtype=torch.float32),
+            "expected": poisoned(reqs, dtype=torch.float32),
         }
         text = self.history, self.lengths, torch.arange(reqs)
-        references.find_copy(*text, state["last"], state["counts"], state["found"])
-        copies = CopyRows(
+        references.find_ngram(*text, state["last"], state["counts"], state["found"])
+        copies = NgramRows(
             poisoned(reqs, length, dtype=torch.int32),
             poisoned(reqs, length, dtype=torch.int32),
             poisoned(reqs, length, width + 1, dtype=torch.float32),
             poisoned(reqs, 40, dtype=torch.int32),
         )
         call(
-            run, *text, state["found"], state["last"], state["counts"], copy_priors(),
+            run, *text, state["found"], state["last"], state["counts"], ngram_priors(),
             torch.zeros(1, dtype=torch.int32), self.tokens, self.logprobs, copies.tokens,
-            copies.places, copies.rows, state["promised"],
+            copies.places, copies.rows, state["expected"],
         )  # fmt: skip
         return copies, state
 
@@ -186,7 +186,7 @@ def grown(run: Any, case: Case, top_k: int, limit: int) -> tuple[Trees, Tensor]:
     out, copies = poisoned_trees(case.reqs, case.reqs, limit), case.mixed()[0]
 
     def with_copies(*given: Any) -> None:
-        run(*given[:-4], copies=CopyRows(*given[-4:]))
+        run(*given[:-4], ngram=NgramRows(*given[-4:]))
 
     with_copies.__name__ = run.__name__
     given = case.tokens, case.logprobs, top_k, torch.arange(case.reqs), *out
@@ -194,7 +194,7 @@ def grown(run: Any, case: Case, top_k: int, limit: int) -> tuple[Trees, Tensor]:
     return out, copies.sources
 
 
-@runs(mix_copy)
+@runs(mix_ngram)
 @pytest.mark.parametrize("kind", KINDS)
 def test_mixture(run, kind: str) -> None:
     case = Case(kind, 3)
@@ -205,12 +205,12 @@ def test_mixture(run, kind: str) -> None:
     assert_same(copies.places, expected.places)
     torch.testing.assert_close(copies.rows, expected.rows, equal_nan=True, atol=2e-6, rtol=0)
     w = chances(case.counts)
-    for promised, (match, _) in zip(state["promised"].tolist(), map(longest_match, case.texts)):
+    for expected, (match, _) in zip(state["expected"].tolist(), map(longest_match, case.texts)):
         right = [w[min(match + d, LONGEST)] for d in range(case.length)] if match else []
-        assert promised == pytest.approx(sum(itertools.accumulate(right, operator.mul)), abs=1e-5)
+        assert expected == pytest.approx(sum(itertools.accumulate(right, operator.mul)), abs=1e-5)
 
 
-@runs(mix_copy)
+@runs(mix_ngram)
 def test_many_trials_are_halved(run) -> None:
     case = Case("marginals", 4)
     case.counts[:, 5], case.counts[:, 6] = torch.tensor([1025, 701]), torch.tensor([1024, 900])

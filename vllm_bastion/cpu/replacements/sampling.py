@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twins of the kernels that change logits before a draw: penalties, bad words, biases, grammars."""
+"""Replacements of kernels that change logits: penalties, bad words, biases, grammars."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from vllm_bastion.cpu.twins.launch import row_of, twin
+from vllm_bastion.cpu.replacements.launch import replacement, row_of
 
 _SAMPLE = "vllm.v1.worker.gpu.sample"
 _INF = np.float32(np.inf)
 
 
-@twin(f"{_SAMPLE}.min_p:_min_p_kernel", compile=False)
+@replacement(f"{_SAMPLE}.min_p:_min_p_kernel", compile=False)
 def _min_p(
     grid0, logits_ptr, logits_stride, expanded_idx_mapping_ptr, min_p_ptr, vocab_size, BLOCK_SIZE
 ):
@@ -22,7 +22,7 @@ def _min_p(
             row[row < row.max() + np.log(min_p)] = -np.inf
 
 
-@twin(f"{_SAMPLE}.penalties:_penalties_kernel")
+@replacement(f"{_SAMPLE}.penalties:_penalties_kernel")
 def _penalties(
     grid0,
     logits_ptr,
@@ -65,7 +65,7 @@ def _penalties(
             logits_ptr[i * logits_stride + v] = logit - presence * np.float32(counts[v] > 0)
 
 
-@twin(f"{_SAMPLE}.penalties:_bincount_kernel")
+@replacement(f"{_SAMPLE}.penalties:_bincount_kernel")
 def _bincount(
     grid0,
     grid1,
@@ -94,7 +94,7 @@ def _bincount(
                 counts[token] += 1
 
 
-@twin(f"{_SAMPLE}.bad_words:_bad_words_kernel")
+@replacement(f"{_SAMPLE}.bad_words:_bad_words_kernel")
 def _bad_words(
     grid0,
     grid1,
@@ -141,7 +141,7 @@ def _bad_words(
                 row[words[end - 1]] = -_INF
 
 
-@twin(f"{_SAMPLE}.logit_bias:_bias_kernel")
+@replacement(f"{_SAMPLE}.logit_bias:_bias_kernel")
 def _bias(
     grid0,
     logits_ptr,
@@ -202,7 +202,7 @@ def _bias(
                     row[stop[j]] = saved[j]
 
 
-@twin("vllm.v1.worker.gpu.structured_outputs:_apply_grammar_bitmask_kernel")
+@replacement("vllm.v1.worker.gpu.structured_outputs:_apply_grammar_bitmask_kernel")
 def _apply_grammar_bitmask(
     grid0,
     logits_ptr,
@@ -233,7 +233,7 @@ def _apply_grammar_bitmask(
                         logits_ptr[row + v] = -_INF
 
 
-@twin(f"{_SAMPLE}.trace_replay:_trace_replay_kernel")
+@replacement(f"{_SAMPLE}.trace_replay:_trace_replay_kernel")
 def _trace_replay(
     grid0,
     sampled_ptr,

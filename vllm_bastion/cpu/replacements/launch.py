@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A twin is a function with a Triton kernel's arguments, and is launched like that kernel.
+"""A replacement is a function with a Triton kernel's arguments, and is launched like that kernel.
 
-A twin's parameters are its kernel's, by name and in order, after `grid0` (`grid1`, `grid2`): the
-number of programs. If a kernel differs between versions of vLLM, the twin has the parameters of all
-versions and gets None for those that the installed version lacks. Tensors arrive as flat NumPy
-views that begin at the tensor's first element, so that the kernel's strides apply. A tensor of
+A replacement's parameters are its kernel's, by name and in order, after `grid0` (`grid1`,
+`grid2`): the number of programs. If a kernel differs between versions of vLLM, the replacement has
+the parameters of all versions and gets None for those that the installed version lacks. Tensors
+arrive as flat NumPy views that begin at the tensor's first element, so that the kernel's strides
+apply. A tensor of
 16-bit floats arrives as float32 and is rounded back afterwards, or as its bits.
 
-A twin takes a request's row out of such a view (`row_of`) before it uses an index that follows from
-data. With NUMBA_BOUNDSCHECK=1, as in the tests, Numba then raises where a row would reach into the
-next.
+A replacement takes a request's row out of such a view (`row_of`) before it uses an index that
+follows from data. With NUMBA_BOUNDSCHECK=1, as in the tests, Numba then raises where a row would
+reach into the next.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ import torch
 from bastion_kernels.cpu.cache import njit
 from vllm_bastion.versions import capabilities
 
-TWINS: dict[str, Twin] = {}
-"""`package.module:kernel` -> its twin"""
+REPLACEMENTS: dict[str, Replacement] = {}
+"""`package.module:kernel` -> its replacement"""
 
 _GRID = ("grid0", "grid1", "grid2")
 # Triton's launch options, which are not arguments of a kernel.
@@ -42,7 +43,7 @@ def row_of(flat, stride, index):
     return flat[index * stride : (index + 1) * stride]
 
 
-class Twin:
+class Replacement:
     """Replaces a kernel in vLLM's modules, under the kernel's name.
 
     Args:
@@ -79,7 +80,7 @@ class Twin:
         }
 
     def fits(self, names: tuple[str, ...]) -> bool:
-        """Whether a kernel of the parameters `names` is the one that the twin was written for."""
+        """Whether a kernel of the parameters `names` is the one that this was written for."""
         return self.names == names
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -163,13 +164,13 @@ def _flat_view(tensor: torch.Tensor) -> np.ndarray | None:
     return view
 
 
-def twin(
+def replacement(
     target: str,
     compile: bool = True,
     bits: bool = False,
     reads: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register the decorated function as the twin of the kernel `package.module:name`.
+    """Register the decorated function as the replacement of the kernel `package.module:name`.
 
     `reads`: the tensors that it only reads.
     """
@@ -177,7 +178,7 @@ def twin(
     def register(function: Callable[..., None]) -> Callable[..., None]:
         callee = njit(function) if compile else function
         absent = capabilities().absent_kernel_parameters.get(target, ())
-        TWINS[target] = Twin(target, callee, function, bits, absent, reads)
+        REPLACEMENTS[target] = Replacement(target, callee, function, bits, absent, reads)
         return callee
 
     return register

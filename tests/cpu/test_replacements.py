@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A twin writes what vLLM's own kernel writes, which runs in Triton's interpreter.
+"""A replacement writes what vLLM's own kernel writes, which runs in Triton's interpreter.
 
 The whole memory is compared bit for bit: noise, gaps between rows, and rows past the batch.
 """
@@ -20,12 +20,19 @@ if not torch.cuda.is_available():
     # vLLM's substitutes for pinned memory and events; they must come before its GPU modules.
     import vllm.v1.worker.cpu.shm  # noqa: F401
 
-# Each registers its twins or its cases.
+# Each registers its replacements or its cases.
 import benchmarks.other_methods  # noqa: F401
 from tests.cpu import batch_cases, other_method_cases, sampler_cases  # noqa: F401
-from tests.cpu.twin_cases import CASES, USUAL, Draw, Launch
+from tests.cpu.replacement_cases import CASES, USUAL, Draw, Launch
 from tests.e2e.engines import ENVIRONMENT
-from vllm_bastion.cpu.twins import TWINS, WITHOUT, Twin, TwinError, install, parameters
+from vllm_bastion.cpu.replacements import (
+    REPLACEMENTS,
+    WITHOUT,
+    Replacement,
+    ReplacementError,
+    install,
+    parameters,
+)
 from vllm_bastion.versions import capabilities
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for CPU hosts only")
@@ -86,12 +93,12 @@ def test_twin_equals_the_kernel(seeds: int, name: str, hostile: bool) -> None:
             break
         before, theirs, ours = (launch_of(name, Draw(seed, hostile)) for _ in range(3))
         kernel_of(target)[theirs.grid](**theirs.args)
-        TWINS[target][ours.grid](**ours.args)
+        REPLACEMENTS[target][ours.grid](**ours.args)
         for (argument, a), (_, b), (_, was) in zip(
             theirs.tensors(), ours.tensors(), before.tensors(), strict=True
         ):
             if a.dtype == torch.uint64 or argument.endswith(("ptrs_ptr", "addrs_ptr")):
-                continue  # addresses: kernel and twin have their own tables
+                continue  # addresses: kernel and replacement have their own tables
             assert torch.equal(_bits(a), _bits(b)), f"{argument}, seed {seed}: {a} and {b}"
             changed |= not torch.equal(_bits(a), _bits(was))
     assert changed, "the kernel wrote nothing"
@@ -103,7 +110,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(kinds.get(tensor.dtype, tensor.dtype))
 
 
-def test_twins_and_engines_of_the_tests_check_every_index() -> None:
+def test_replacements_and_engines_of_the_tests_check_every_index() -> None:
     import numba
 
     assert numba.config.BOUNDSCHECK == 1
@@ -111,7 +118,7 @@ def test_twins_and_engines_of_the_tests_check_every_index() -> None:
 
 
 def test_every_twin_has_a_case() -> None:
-    assert {name.partition("/")[0] for name in CASES} == set(TWINS)
+    assert {name.partition("/")[0] for name in CASES} == set(REPLACEMENTS)
 
 
 def test_every_kernel_that_v2_launches_has_a_twin_or_a_reason() -> None:
@@ -131,24 +138,24 @@ def test_every_kernel_that_v2_launches_has_a_twin_or_a_reason() -> None:
             if jitted and any(f"{node.name}[" in other for other in texts.values()):
                 launched.add(f"{name}:{node.name}")
     without = {f"{module}:{name}" for module, names in WITHOUT.items() for name in names}
-    ours = {name for name in TWINS if not _module_of(name).startswith("benchmarks.")}
-    assert not without & ours and set(TWINS) - ours <= without
+    ours = {name for name in REPLACEMENTS if not _module_of(name).startswith("benchmarks.")}
+    assert not without & ours and set(REPLACEMENTS) - ours <= without
     # Some kernels of WITHOUT exist in vLLM 0.33 only.
-    assert set(TWINS) <= launched <= without | ours
+    assert set(REPLACEMENTS) <= launched <= without | ours
 
 
 def _module_of(target: str) -> str:
-    function = TWINS[target].function
+    function = REPLACEMENTS[target].function
     return str(getattr(function, "py_func", function).__module__)
 
 
-@pytest.mark.parametrize("target", TWINS)
+@pytest.mark.parametrize("target", REPLACEMENTS)
 def test_parameters_are_the_kernels(target: str) -> None:
     names = parameters(kernel_of(target))
-    assert TWINS[target].fits(names)
-    assert not TWINS[target].fits((*names, "added"))
-    assert not TWINS[target].fits(tuple(reversed(names)))
-    assert not TWINS[target].fits(names[:-1])
+    assert REPLACEMENTS[target].fits(names)
+    assert not REPLACEMENTS[target].fits((*names, "added"))
+    assert not REPLACEMENTS[target].fits(tuple(reversed(names)))
+    assert not REPLACEMENTS[target].fits(names[:-1])
 
 
 def test_a_twin_of_two_versions_goes_by_the_names_of_the_installed_one() -> None:
@@ -157,10 +164,10 @@ def test_a_twin_of_two_versions_goes_by_the_names_of_the_installed_one() -> None
     def newer(grid0: int, first: Any, between: Any, last: Any) -> None:
         got.append((grid0, first, between, last))
 
-    own = Twin("module:kernel", newer, newer, False, ("between",))
+    own = Replacement("module:kernel", newer, newer, False, ("between",))
     assert own.fits(("first", "last")) and not own.fits(("first", "between", "last"))
     own[(2, 9)](1, 3)
-    own = Twin("module:kernel", newer, newer, False)
+    own = Replacement("module:kernel", newer, newer, False)
     assert own.fits(("first", "between", "last")) and not own.fits(("first", "last"))
     own[(2,)](1, 2, last=3)
     assert got == [(2, 1, None, 3), (2, 1, 2, 3)]
@@ -177,7 +184,7 @@ def test_a_kernel_with_other_parameters_is_refused(monkeypatch: pytest.MonkeyPat
     name = "_post_update_num_computed_tokens_kernel"
     monkeypatch.setattr(input_batch, name, changed)
     before = input_batch._post_update_kernel
-    with pytest.raises(TwinError, match=name):
+    with pytest.raises(ReplacementError, match=name):
         install()
     assert input_batch._post_update_kernel is before, "no kernel is replaced then"
 
@@ -200,5 +207,5 @@ def test_half_precision_is_rounded_back() -> None:
     logits, expected = wide[:, :16], wide.clone()
     expected[:2, :16] = (expected[:2, :16].float() / 0.7).to(torch.bfloat16)
     slots, temperature = torch.tensor([0, 0, 1]), torch.tensor([0.7, 1.0])
-    TWINS[target][(3, 1)](logits, 20, slots, temperature, 16, BLOCK_SIZE=16)
+    REPLACEMENTS[target][(3, 1)](logits, 20, slots, temperature, 16, BLOCK_SIZE=16)
     assert torch.equal(wide, expected)

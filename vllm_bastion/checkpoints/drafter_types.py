@@ -93,7 +93,7 @@ def architectures_of(config: Any) -> list[str]:
     return names
 
 
-def kind_of(architectures: Sequence[str] | None) -> Kind | None:
+def drafter_type_of(architectures: Sequence[str] | None) -> Kind | None:
     """The one kind that all of a checkpoint's architectures belong to.
 
     vLLM loads a checkpoint by any of its architectures that it knows, so a mix of kinds is refused.
@@ -106,13 +106,13 @@ def kind_of(architectures: Sequence[str] | None) -> Kind | None:
 
 def gamma_of(config: Any) -> int | None:
     """Positions that a drafter drafts, by its Hugging Face config; None if it does not say."""
-    kind = kind_of(architectures_of(config))
+    kind = drafter_type_of(architectures_of(config))
     return None if kind is None else kind.gamma(config)
 
 
 def candidates_of(config: Any) -> int | None:
     """Candidates of each position that a drafter's head scores; None for one without a head."""
-    kind = kind_of(architectures_of(config))
+    kind = drafter_type_of(architectures_of(config))
     return None if kind is None else kind.candidates(config)
 
 

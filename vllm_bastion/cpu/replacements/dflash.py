@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twin of the kernel that prepares a DFlash drafter's inputs."""
+"""Replacement of the kernel that prepares a DFlash drafter's inputs."""
 
 from __future__ import annotations
 
 from bastion_kernels.cpu.cache import njit
-from vllm_bastion.cpu.twins.blocks import cp_local_slot
-from vllm_bastion.cpu.twins.launch import row_of, twin
+from vllm_bastion.cpu.replacements.blocks import cp_local_slot
+from vllm_bastion.cpu.replacements.launch import replacement, row_of
 
 
 @njit
@@ -17,7 +17,7 @@ def _slot(row, pos, block_size, cp_rank, cp_size, interleave, pad):
     return cp_local_slot(pos, block, block_size, cp_rank, cp_size, interleave, pad)
 
 
-@twin("vllm.v1.worker.gpu.spec_decode.dflash.speculator:_prepare_dflash_inputs_kernel")
+@replacement("vllm.v1.worker.gpu.spec_decode.dflash.speculator:_prepare_dflash_inputs_kernel")
 def _prepare_dflash_inputs(
     grid0,
     grid1,

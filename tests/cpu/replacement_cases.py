@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random and hostile arguments for every Triton kernel that has a native twin.
+"""Random and hostile arguments for every Triton kernel that has a CPU replacement.
 
 A case makes the arguments of one launch from a seed. The same seed makes the same arguments again,
-so that kernel and twin each get their own copy. Hostile arguments have what the kernels must
+so that kernel and replacement each get their own copy. Hostile arguments have what the kernels must
 tolerate: request slots of -1, requests without tokens, padding rows, placeholders of -1, and gaps
 between rows. Of the parameters that a case does not give, `x_stride` is the stride of the rows of
 `x_ptr`, and others are as `USUAL` has them.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twins of the kernels that report on logits: logprobs, ranks and NaNs.
+"""Replacements of the kernels that report on logits: logprobs, ranks and NaNs.
 
 Exponentials are summed block by block as in the kernels, so that the last bits agree.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_bastion.cpu.twins.launch import row_of, twin
+from vllm_bastion.cpu.replacements.launch import replacement, row_of
 
 _LOGPROB = "vllm.v1.worker.gpu.sample.logprob"
 
@@ -24,7 +24,7 @@ def log_sum_exp(row, block_size):
     return top, np.log(total)
 
 
-@twin(f"{_LOGPROB}:_topk_log_softmax_kernel", compile=False)
+@replacement(f"{_LOGPROB}:_topk_log_softmax_kernel", compile=False)
 def _topk_log_softmax(
     grid0,
     output_ptr,
@@ -44,7 +44,7 @@ def _topk_log_softmax(
         output_ptr[i * topk : (i + 1) * topk] = row[tokens] - top - rest
 
 
-@twin(f"{_LOGPROB}:_ranks_kernel", compile=False)
+@replacement(f"{_LOGPROB}:_ranks_kernel", compile=False)
 def _ranks(grid0, output_ptr, logits_ptr, logits_stride, token_ids_ptr, vocab_size, BLOCK_SIZE):
     padding = -vocab_size % BLOCK_SIZE
     for i in range(grid0):
@@ -55,7 +55,7 @@ def _ranks(grid0, output_ptr, logits_ptr, logits_stride, token_ids_ptr, vocab_si
         output_ptr[i] = np.count_nonzero(row >= value) + extra
 
 
-@twin(f"{_LOGPROB}:_fill_logprob_token_ids_kernel")
+@replacement(f"{_LOGPROB}:_fill_logprob_token_ids_kernel")
 def _fill_logprob_token_ids(
     grid0,
     out_token_ids_ptr,
@@ -84,7 +84,7 @@ def _fill_logprob_token_ids(
             tokens[1 + j], valid[1 + j] = token, True
 
 
-@twin("vllm.v1.worker.gpu.sample.prompt_logprob:_prompt_logprobs_token_ids_kernel")
+@replacement("vllm.v1.worker.gpu.sample.prompt_logprob:_prompt_logprobs_token_ids_kernel")
 def _prompt_logprobs_token_ids(
     grid0,
     prompt_logprobs_token_ids_ptr,
@@ -106,7 +106,7 @@ def _prompt_logprobs_token_ids(
             prompt_logprobs_token_ids_ptr[j] = tokens[at] if at < len(tokens) else 0
 
 
-@twin("vllm.v1.worker.gpu.metrics.logits:_num_nans_kernel", compile=False)
+@replacement("vllm.v1.worker.gpu.metrics.logits:_num_nans_kernel", compile=False)
 def _num_nans(grid0, logits_ptr, logits_stride, num_nans_ptr, vocab_size, BLOCK_SIZE):
     for i in range(grid0):
         row = logits_ptr[i * logits_stride :][:vocab_size]

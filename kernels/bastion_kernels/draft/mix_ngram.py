@@ -7,11 +7,11 @@ on the copy has the children
     q'(x) = (1 - w) q(x) + w [x = c]            c: the copy's next token, w = w(m + depth)
 
 and a node off it has the drafter's own row q(x). Beyond the lattice q is 0 and only the copy
-continues. One additional row per depth, `copy_rows`, therefore suffices, for the nodes on the copy
+continues. One additional row per depth, `ngram_rows`, therefore suffices, for the nodes on the copy
 (the root is one); the lattice is unchanged. A copied token outside the lattice is an additional
 candidate. In a lattice with a row for each candidate above, q is 0 after such a token.
 
-w = (successes + 16 prior) / (trials + 16), by `find_copy`'s counts. Counts are halved when trials
+w = (successes + 16 prior) / (trials + 16), by `find_ngram`'s counts. Counts are halved when trials
 exceed 1,024, so w adapts to the traffic.
 """
 
@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bastion_kernels.draft.find_copy import LONGEST
-from bastion_kernels.draft.lattice import ReadsLattice
+from bastion_kernels.draft.candidates import ReadsLattice
+from bastion_kernels.draft.find_ngram import LONGEST
 from bastion_kernels.op import public
 from bastion_kernels.triton_or_none import tl, triton
 
@@ -37,13 +37,13 @@ _MOST_TRIALS = 1024
 _Array = TypeVar("_Array", Tensor, np.ndarray)
 
 
-def copy_priors(device: torch.device | None = None) -> Tensor:
+def ngram_priors(device: torch.device | None = None) -> Tensor:
     """`[33]` fp32: w by match length before any trial."""
     rest = [0.97] * (LONGEST + 1 - len(_PRIOR))
     return torch.tensor([*_PRIOR, *rest], dtype=torch.float32, device=device)
 
 
-def copy_chances(counts: _Array, priors: _Array) -> _Array:
+def ngram_chances(counts: _Array, priors: _Array) -> _Array:
     """`[33]`: w by match length. counts: `[2, 33]` trials and successes; priors: `[33]`.
 
     Of tensors or of NumPy's arrays.
@@ -66,8 +66,8 @@ def _mix_kernel(
     logprobs,
     tokens,
     places,
-    copy_rows,
-    promised,
+    ngram_rows,
+    expected,
     reqs,
     stride_history_s,
     stride_candidates_r,
@@ -107,12 +107,12 @@ def _mix_kernel(
         history += slot * stride_history_s + start
         tokens += i_r * stride_tokens_r
         places += i_r * stride_places_r
-        copy_rows += i_r * stride_copy_rows_r
+        ngram_rows += i_r * stride_copy_rows_r
         b_token = tl.load(history + o_l % period, mask=(o_l < L) & (match > 0), other=-1)
         tl.store(tokens + o_l, b_token, mask=o_l < L)
         place = tl.where(match > 0, M, -1)
         tl.store(places + o_l, place, mask=(o_l < L) & ((match == 0) | (o_l >= D)))
-        expected, path = 0.0, 1.0
+        total, path = 0.0, 1.0
         if match > 0:
             o_m = tl.arange(0, BLOCK_M)
             state = tl.full([], 0, tl.int32)
@@ -122,7 +122,7 @@ def _mix_kernel(
                 right = tl.load(counts + LONGEST + 1 + at).to(tl.float32)
                 w = (right + TRIALS * tl.load(priors + at)) / (trials + TRIALS)
                 path *= w
-                expected += path
+                total += path
                 copied = tl.load(history + depth % period)
                 m_m = (o_m < M) & (depth < D)
                 b_found = tl.load(
@@ -144,12 +144,12 @@ def _mix_kernel(
                 b_mixed = (1.0 - w) * tl.exp(b_logprob) + tl.where(o_m == here, w, 0.0)
                 b_mixed = tl.where(o_m == here, tl.log(b_mixed), b_logprob + tl.log(1.0 - w))
                 b_mixed = tl.where(b_mixed == b_mixed, b_mixed, float("-inf"))
-                tl.store(copy_rows + depth * (M + 1) + o_m, b_mixed, mask=o_m <= M)
+                tl.store(ngram_rows + depth * (M + 1) + o_m, b_mixed, mask=o_m <= M)
                 if depth < D:
                     tl.store(places + depth, here)
                 if not STATELESS:
                     state = tl.where(here < M, here, -1)
-        tl.store(promised + slot, expected)
+        tl.store(expected + slot, total)
     # this program must have read all counts before it reports completion
     tl.debug_barrier()
     if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == reqs - 1:
@@ -164,8 +164,8 @@ def _mix_kernel(
 
 
 @dataclass(slots=True)
-class MixCopy(ReadsLattice):
-    """Write the additional rows of a lattice for the copies of `find_copy`; see the module."""
+class MixNgram(ReadsLattice):
+    """Write the additional rows of a lattice for the copies of `find_ngram`; see the module."""
 
     history: Tensor
     """`[S, most tokens]` int32, the tokens of each slot's request."""
@@ -174,13 +174,13 @@ class MixCopy(ReadsLattice):
     slots: Tensor
     """`[R]` int64, request slot of each row, or -1."""
     found: Tensor
-    """`[S]` int64 of `find_copy`; reset to 0."""
+    """`[S]` int64 of `find_ngram`; reset to 0."""
     last: Tensor
-    """`[S, 3]` int32, written: the copy, for the next `find_copy`."""
+    """`[S, 3]` int32, written: the copy, for the next `find_ngram`."""
     counts: Tensor
     """`[2, 33]` int32, trials and successes by match length; large counts are halved."""
     priors: Tensor
-    """`[33]` fp32, see `copy_priors`."""
+    """`[33]` fp32, see `ngram_priors`."""
     arrived: Tensor
     """`[1]` int32, 0 before and after."""
     candidates: Tensor
@@ -192,10 +192,10 @@ class MixCopy(ReadsLattice):
     places: Tensor
     """`[R, L]` int32, written: the copied token's index among the candidates, M where it is
     not one of them, -1 if there is no copy."""
-    copy_rows: Tensor
+    ngram_rows: Tensor
     """`[R, L, M + 1]` fp32, written for rows with a copy: log q' of each candidate, then of the
     copied token if it is not one of them."""
-    promised: Tensor
+    expected: Tensor
     """`[S]` fp32, written: expected number of right tokens among the copy's L."""
 
     def check(self) -> None:
@@ -210,11 +210,11 @@ class MixCopy(ReadsLattice):
         self.expect("counts", (2, LONGEST + 1), torch.int32)
         self.expect("priors", (LONGEST + 1,), torch.float32)
         self.expect("arrived", (1,), torch.int32)
-        self.check_lattice()
+        self.check_candidates()
         self.expect("tokens", (reqs, length), torch.int32)
         self.expect("places", (reqs, length), torch.int32)
-        self.expect("copy_rows", (reqs, length, width + 1), torch.float32)
-        self.expect("promised", (total,), torch.float32)
+        self.expect("ngram_rows", (reqs, length, width + 1), torch.float32)
+        self.expect("expected", (total,), torch.float32)
         if length < depth:
             raise ValueError(f"{self.name}: L must be at least D = {depth}, got {length}")
 
@@ -235,13 +235,13 @@ class MixCopy(ReadsLattice):
             **self.lattice(),
             tokens=self.tokens,
             places=self.places,
-            copy_rows=self.copy_rows,
-            promised=self.promised,
+            ngram_rows=self.ngram_rows,
+            expected=self.expected,
             reqs=reqs,
             stride_history_s=self.history.stride(0),
             stride_tokens_r=self.tokens.stride(0),
             stride_places_r=self.places.stride(0),
-            stride_copy_rows_r=self.copy_rows.stride(0),
+            stride_copy_rows_r=self.ngram_rows.stride(0),
             L=length,
             STATELESS=self.stateless,
             LONGEST=LONGEST,
@@ -254,4 +254,4 @@ class MixCopy(ReadsLattice):
         )
 
 
-mix_copy = public(MixCopy, cpu="bastion_kernels.cpu.copies")
+mix_ngram = public(MixNgram, cpu="bastion_kernels.cpu.ngram")

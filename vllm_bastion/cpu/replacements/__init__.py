@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Native twins of the Triton kernels that Model Runner V2 launches on a CPU host.
+"""CPU replacements of the Triton kernels that Model Runner V2 launches on a CPU host.
 
 Without a Triton back end, vLLM's kernels are plain functions that cannot be launched. For engines
 that run V2 on such a host, `install` replaces each of them, in every module of vLLM that has it, by
-a function of the same arguments. It refuses a kernel whose parameters differ from its twin's.
+a function of the same arguments. It refuses a kernel whose parameters differ from the function's.
 
-`TWINS` has every twin by its kernel's name. `WITHOUT` lists the kernels without a twin: the options
-and methods that launch them are refused or do not run on vLLM's CPU build.
+`REPLACEMENTS` has every replacement by its kernel's name. `WITHOUT` lists the kernels without one:
+the options and methods that launch them are refused or do not run on vLLM's CPU build.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from vllm_bastion.cpu.twins import (  # noqa: F401  (each registers its twins)
+from vllm_bastion.cpu.replacements import (  # noqa: F401  (each registers its replacements)
     batch,
     blocks,
     dflash,
@@ -28,9 +28,9 @@ from vllm_bastion.cpu.twins import (  # noqa: F401  (each registers its twins)
     state,
     thinking,
 )
-from vllm_bastion.cpu.twins.launch import TWINS, Twin
+from vllm_bastion.cpu.replacements.launch import REPLACEMENTS, Replacement
 
-__all__ = ["TWINS", "WITHOUT", "Twin", "TwinError", "install", "parameters"]
+__all__ = ["REPLACEMENTS", "WITHOUT", "Replacement", "ReplacementError", "install", "parameters"]
 
 _GPU = "vllm.v1.worker.gpu"
 
@@ -103,11 +103,11 @@ WITHOUT: dict[str, tuple[str, ...]] = {
     # other recurrent layers with prefix caching
     f"{_GPU}.model_states.recoverssm": ("_postprocess_recoverssm_align_kernel",),
 }
-"""Module -> the kernels that it launches and that have no twin"""
+"""Module -> the kernels that it launches and that have no replacement"""
 
 
-class TwinError(RuntimeError):
-    """A kernel of the installed vLLM is not the one that its twin was written for."""
+class ReplacementError(RuntimeError):
+    """A kernel of the installed vLLM is not the one that its replacement was written for."""
 
 
 def parameters(kernel: Any) -> tuple[str, ...]:
@@ -116,22 +116,22 @@ def parameters(kernel: Any) -> tuple[str, ...]:
 
 
 def install() -> None:
-    """Replace every kernel by its twin; a second call changes nothing.
+    """Replace every kernel by its replacement; a second call changes nothing.
 
     Raises:
-        TwinError: a kernel is missing, or its parameters differ from its twin's.
+        ReplacementError: a kernel is missing, or its parameters differ from its replacement's.
     """
     from vllm.triton_utils.dispatcher import KernelOverride
 
-    found: dict[int, Twin] = {}
-    for target, own in TWINS.items():
+    found: dict[int, Replacement] = {}
+    for target, own in REPLACEMENTS.items():
         module, _, name = target.partition(":")
         kernel = getattr(importlib.import_module(module), name, None)
-        if isinstance(kernel, Twin):
+        if isinstance(kernel, Replacement):
             continue
         if kernel is None or not own.fits(parameters(kernel)):
-            raise TwinError(
-                f"vLLM's kernel {target} is not the one that its native twin was written for: "
+            raise ReplacementError(
+                f"vLLM's kernel {target} is not the one that its CPU replacement was written for: "
                 "install a vLLM that this vllm-bastion supports"
             )
         found[id(kernel)] = own
@@ -142,23 +142,23 @@ def install() -> None:
                     setattr(holder, attribute, found[id(value)])
     for module, names in WITHOUT.items():
         for name in names if module in sys.modules else ():  # some are in vLLM 0.33 only
-            # vLLM's own replacement of a kernel runs, and Model Runner V1 may launch it. Twins of
-            # other methods may have been registered.
+            # vLLM's own replacement of a kernel runs, and Model Runner V1 may launch it.
+            # Replacements of other methods may have been registered.
             known = getattr(sys.modules[module], name, None)
-            if not isinstance(known, KernelOverride | Twin):
+            if not isinstance(known, KernelOverride | Replacement):
                 setattr(sys.modules[module], name, _Missing(f"{module}:{name}"))
     _complete_placeholder()
     _share_buffers()
 
 
 class _Missing:
-    """Replaces a kernel without a twin: raises when it is launched."""
+    """Replaces a kernel without a replacement: raises when it is launched."""
 
     def __init__(self, target: str) -> None:
         self.target = target
 
     def __getitem__(self, grid: Any) -> Any:
-        raise TwinError(
+        raise ReplacementError(
             f"vLLM's kernel {self.target} has no native version on CPU hosts: "
             "switch off the option or the method that needs it"
         )
