@@ -21,8 +21,12 @@ from tests.e2e.engines import Batch, Engine
 pytestmark = pytest.mark.e2e
 
 NODES, TOKENS, BLOCK = 12, 64, 32
-# Of all trees. While others' prompts are computed, a step has smaller trees or none.
-COMMON = 0.6
+# Of all trees. While others' prompts are computed, or blocks are few, a step has smaller trees or
+# none.
+COMMON = 0.5
+# The same after a prefix hit. Whether prompts fill a step is decided before vLLM looks into the
+# cache, so the step of a long prompt ends without a draft.
+HIT = 0.95
 
 
 def first_turns(name: str = "first turns") -> Batch:
@@ -80,7 +84,7 @@ def test_after_a_prefix_hit_and_as_a_second_turn(compare: Comparison, tree: Engi
     )
     compare.same("second turns", [turns], fresh_turns.result(), {"batches": [later]})
     assert_as_good(fresh["batches"][0], again)
-    assert_as_good(fresh_turns.result()["batches"][0], later)
+    assert_as_good(fresh_turns.result()["batches"][0], later, HIT)
 
 
 def test_after_preemption(compare: Comparison, tree: Engine) -> None:
