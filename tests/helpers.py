@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +101,16 @@ def run_python(
         [sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True,
         timeout=300, check=False,
     )  # fmt: skip
+
+
+@contextmanager
+def full_disk(folder: Path) -> Iterator[None]:
+    """A tmpfs of one page; skips the test where none may be mounted."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k,mode=755", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("a tmpfs cannot be mounted")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)

@@ -7,11 +7,8 @@ import importlib.util
 import logging
 import os
 import pwd
-import resource
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +16,7 @@ from typing import Any
 import pytest
 
 from bastion_kernels.cpu import cache
+from helpers import full_disk
 from vllm_bastion import envs
 
 pytest.importorskip("numba")
@@ -149,30 +147,11 @@ def test_a_file_that_cannot_be_read_or_replaced_is_compiled_again(
     assert len(warnings(caplog)) == 1
 
 
-@contextmanager
-def full_disk(folder: Path) -> Iterator[None]:
-    """A tmpfs of one page, or where none may be mounted a limit on the size of files."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4k,mode=755", "tmpfs", str(folder.parent)]
-    if os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0:
-        try:
-            yield
-        finally:
-            subprocess.run(["umount", str(folder.parent)], check=True)
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_full_disk_is_no_error(
     folder: Path, process: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = process()
-    with full_disk(folder):
+    with full_disk(folder.parent):
         assert module.outer(3) == 8
         assert not files(folder), "no part of a file is left"
     assert len(warnings(caplog)) == 1 and "make room" in warnings(caplog)[0]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import platform
 import re
 import subprocess
@@ -13,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bastion_kernels.cpu import attention, library, linear, topk
-from helpers import ROOT, run_python
+from bastion_kernels.cpu import attention, cache, library, linear, topk
+from helpers import ROOT, full_disk, run_python
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's version")
 
@@ -97,6 +98,20 @@ def test_a_folder_that_others_can_write_is_not_used(folder: Path) -> None:
     folder.chmod(0o777)
     assert build().four() == 4
     assert not list(folder.iterdir())
+
+
+def test_a_full_disk_is_no_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on the first start with a cache that has no room: the kernels are there all the same."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setattr(cache, "_warned", False)
+    monkeypatch.setenv("VLLM_BASTION_CACHE", str(folder.parent / "full"))
+    with full_disk(folder.parent / "full"):
+        assert build().four() == 4
+        assert not list(folder.parent.glob("full/kernels/*")), "no part of a file is left"
+    (warning,) = (r.message for r in caplog.records if r.levelname == "WARNING")
+    assert "No space left" in warning and "make room in" in warning
 
 
 def test_sources_that_do_not_compile_are_named(folder: Path) -> None:

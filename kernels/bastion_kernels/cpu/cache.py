@@ -32,7 +32,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["njit", "root", "trusted_folder"]
+__all__ = ["njit", "root", "save", "trusted_folder"]
 
 # Below vLLM's logger, whose handler shows it.
 logger = logging.getLogger("vllm.bastion.cpu.cache")
@@ -122,9 +122,9 @@ def _cache_class() -> type:
                 if not self._enabled or path is None or not self._impl.check_cachable(data):
                     return
                 content = dumps(self._impl.reduce(data))
-                _write(path, hashlib.sha256(content).digest() + content)
+                save(path, hashlib.sha256(content).digest() + content)
             except Exception as error:
-                _warn(f"{error}: make room in {root()}, or set VLLM_BASTION_CACHE")
+                _warn(str(error))
 
         def _path(self, sig: Any, codegen: Any) -> Path | None:
             folder = _folder(_package(self._py_func), root())
@@ -137,18 +137,24 @@ def _cache_class() -> type:
     return Cache
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Write atomically: other processes see the whole file or none."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
+def save(path: Path, content: bytes) -> bool:
+    """Write atomically: other processes see the whole file or none. False if it cannot be written.
+
+    The reason is logged once.
+    """
+    temporary = ""
     try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
         with os.fdopen(handle, "wb") as file:
             file.write(content)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except BaseException:
+    except OSError as error:
         with suppress(OSError):
             os.unlink(temporary)
-        raise
+        _warn(f"{error}: make room in {root()}, or set VLLM_BASTION_CACHE")
+        return False
+    return True
 
 
 def _package(function: Callable[..., Any]) -> str:

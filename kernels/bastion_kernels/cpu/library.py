@@ -2,8 +2,8 @@
 """The C++ kernels in `csrc`, compiled for this CPU on first use and kept in the cache folder.
 
 A library's name is a digest of the sources, flags, compiler and CPU, so it is never stale. It is
-written under a temporary name and renamed, so processes may race. It ends with a digest of its
-content: a damaged file is built again.
+compiled in a temporary folder and saved if the cache has room, atomically, so processes may race.
+It ends with a digest of its content: a damaged file is built again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from bastion_kernels.cpu.cache import trusted_folder
+from bastion_kernels.cpu.cache import save, trusted_folder
 
 __all__ = [
     "CompileError", "add_flags", "has_tiles", "load", "problem", "struct", "threads_problem",
@@ -130,18 +130,18 @@ def _compiler() -> list[str]:
 def _build(*flags: str) -> ctypes.CDLL:
     """Load the library for these flags from the cache folder, or compile it."""
     key, folder = _key(flags), trusted_folder("kernels")
-    if folder is None:  # every process compiles for itself
-        with tempfile.TemporaryDirectory() as name:
-            return ctypes.CDLL(str(_compile(Path(name), flags)))
-    path = folder / f"{key}.so"
-    if not _is_whole(path):
-        logger.info(
-            "Compiling native code for this CPU, once: expect 15 s for the C++ kernels, and 30 s "
-            "for Model Runner V2's functions as they are first used"
-        )
-        with tempfile.TemporaryDirectory(dir=folder) as name:
-            os.replace(_compile(Path(name), flags), path)
-    return ctypes.CDLL(str(path))
+    path = None if folder is None else folder / f"{key}.so"
+    if path is not None and _is_whole(path):
+        return ctypes.CDLL(str(path))
+    logger.info(
+        "Compiling native code for this CPU, once: expect 15 s for the C++ kernels, and 30 s for "
+        "Model Runner V2's functions as they are first used"
+    )
+    with tempfile.TemporaryDirectory() as name:
+        built = _compile(Path(name), flags)
+        if path is not None and save(path, built.read_bytes()):
+            built = path
+        return ctypes.CDLL(str(built))
 
 
 def _sources() -> list[Path]:
