@@ -175,6 +175,29 @@ def test_requests_without_a_state_are_left_alone(run: Any) -> None:
         torch.testing.assert_close(out[int(step.starts[r])].double(), truth, rtol=1e-4, atol=1e-5)
 
 
+@trees
+def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_others(run: Any) -> None:
+    """Nodes of a tree of several blocks, a row of a prompt before another tree, and a query."""
+    requests = [Request(3, parents=random_parents(37, torch.Generator().manual_seed(9)))]
+    requests += [Request(2, chunk=5, parents=random_parents(9, torch.Generator().manual_seed(3)))]
+    step = Step(requests, heads=(1, 1), width=16, seed=9)
+    step.gate.clamp_(min=-2)  # a gate that forgets all of a row's past would hide it
+    usual = step.run(run)
+    hit = {(0, 4): "value", (0, 18): "key", (0, 21): "beta", (0, 30): "query", (1, 7): "gate"}
+    for (r, row), name in hit.items():
+        getattr(step, name)[step.starts[r] + row] = torch.inf if name == "value" else torch.nan
+    got = step.run(run)
+    sees = torch.zeros(len(usual[0]), dtype=torch.bool)
+    for r, request in enumerate(requests):
+        for row in range(request.rows):
+            above = {hit.get((r, other)) for other in step.path_to(r, row)} - {None, "query"}
+            sees[int(step.starts[r]) + row] = bool(above) or hit.get((r, row)) == "query"
+    assert sees.any() and not sees.all()
+    for new, old in zip(got, usual, strict=True):
+        assert torch.equal(new[~sees], old[~sees])
+    assert not got[0][sees].isfinite().any()
+
+
 @runs(gated_delta_commit)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_state_moves_along_the_accepted_rows(run: Any, dtype: torch.dtype) -> None:

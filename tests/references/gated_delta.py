@@ -18,7 +18,7 @@ from tests.references.declare import of
 
 @of(GatedDeltaTree)
 def gated_delta_tree(op: GatedDeltaTree) -> None:
-    """One triangular solve per request, in fp32."""
+    """Row by row, in fp32: only what a row sees is read, so NaN stays in its branch."""
     group = op.value.shape[1] // op.key.shape[1]
     state_rows, tails, slots = op.state_rows.tolist(), op.tail_lens.tolist(), op.slots.tolist()
     for r, (first, last) in enumerate(pairwise(op.query_start_loc.tolist())):
@@ -32,14 +32,17 @@ def gated_delta_tree(op: GatedDeltaTree) -> None:
             x[step].float().repeat_interleave(group, 1).transpose(0, 1) for x in (op.query, op.key)
         )
         v, b = op.value[step].float().transpose(0, 1), op.beta[step].float().T[..., None]
-        decay = op.gate[step].double().T @ seen.double().T  # [H, n]
-        between = (decay[:, :, None] - decay[:, None]).masked_fill(~seen, -torch.inf).float().exp()
+        decay = op.gate[step].double().T[:, None].where(seen, 0).sum(2)  # [H, n]
         carried = op.state[state_rows[r]].float()  # [H, K, V]
         own = decay.float().exp()[..., None]
-        system = (k @ k.mT * between * b).tril(-1)
-        right = b * (v - own * (k @ carried))
-        update = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-        mixed = own * (q @ carried) + (q @ k.mT * between) @ update
+        update, mixed = b * (v - own * (k @ carried)), own * (q @ carried)
+        for i, sees in enumerate(seen):
+            above = sees.nonzero().flatten()  # the row itself is the last
+            left = k[:, above] * (decay[:, i, None] - decay[:, above]).float().exp()[..., None]
+            before = slice(len(above) - 1)
+            at_k, at_q = (left @ x[:, i, :, None] for x in (k, q))  # [H, m, 1]
+            update[:, i] -= b[:, i] * (at_k[:, before] * update[:, above[before]]).sum(1)
+            mixed[:, i] += (at_q * update[:, above]).sum(1)
         op.out[step] = (op.scale * mixed).transpose(0, 1).to(op.out.dtype)
         op.updates[step], op.decays[step] = update.transpose(0, 1), decay.T
 

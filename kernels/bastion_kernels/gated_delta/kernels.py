@@ -25,6 +25,16 @@ def _seen(o_r, begin, rows, tail, b_tail_row, p_bits, stride_word, words, BLOCK:
 
 
 @triton.jit
+def _product(b_weight, b_u, m_seen, b_into):
+    """`b_into + b_weight @ b_u`, NaN where a row sees one that is not finite; others count as 0."""
+    m_lost = (tl.abs(b_u) < float("inf")) == 0
+    b_lost = tl.dot(m_seen.to(tl.float16), m_lost.to(tl.float16))
+    b_u = tl.where(m_lost, 0.0, b_u)
+    b_into = tl.dot(tl.where(m_seen, b_weight, 0.0), b_u, b_into, input_precision="ieee")
+    return tl.where(b_lost > 0, float("nan"), b_into)
+
+
+@triton.jit
 def _rows(p_base, o_r, stride, m_r, begin, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Load `[BLOCK, BLOCK_D]` columns of some rows, from column `begin` on, as fp32."""
     o_d = begin + tl.arange(0, BLOCK_D)
@@ -179,22 +189,22 @@ def gated_delta_tree_kernel(
                     m_seen, b_decay[:, None] - b_other_decay[None, :], float("-inf")
                 )
                 b_between = tl.exp(b_between.to(tl.float32))
-                b_other_kk *= b_between * b_beta[:, None]
-                b_u -= tl.dot(b_other_kk, b_other_u, input_precision="ieee")
-                b_o = tl.dot(b_other_qk * b_between, b_other_u, b_o, input_precision="ieee")
+                b_other_kk *= b_between * -b_beta[:, None]
+                b_u = _product(b_other_kk, b_other_u, m_seen, b_u)
+                b_o = _product(b_other_qk * b_between, b_other_u, m_seen, b_o)
             m_seen = _seen(
                 o_r, start, rows, tail, b_tail_row, p_bits, stride_bits_word, words, BLOCK
             )
             b_between = tl.where(m_seen, b_decay[:, None] - b_decay[None, :], float("-inf"))
             b_between = tl.exp(b_between.to(tl.float32))
             b_kk *= b_between * b_beta[:, None]
-            b_kk = tl.where(o_lane[None, :] < o_lane[:, None], b_kk, 0.0)
-            # forward substitution
+            b_kk = tl.where(m_seen & (o_lane[None, :] < o_lane[:, None]), b_kk, 0.0)
+            # forward substitution; 0 * NaN would be NaN
             for i in range(1, BLOCK):
                 b_terms = tl.sum(tl.where((o_lane == i)[:, None], b_kk, 0.0), 0)
-                b_known = tl.sum(b_terms[:, None] * b_u, 0)
+                b_known = tl.sum(tl.where((b_terms != 0)[:, None], b_terms[:, None] * b_u, 0.0), 0)
                 b_u -= tl.where((o_lane == i)[:, None], b_known[None, :], 0.0)
-            b_o = tl.dot(b_qk * b_between, b_u, b_o, input_precision="ieee")
+            b_o = _product(b_qk * b_between, b_u, m_seen, b_o)
             tl.store(
                 updates + (o_r * HEADS * WIDTH)[:, None] + o_v[None, :],
                 b_u,
