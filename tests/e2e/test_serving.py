@@ -226,17 +226,24 @@ def test_a_request_beyond_the_workers_tables(
     assert answer["usage"]["completion_tokens"] > 0
 
 
-def test_bench_serve(server: Server, runner: Runner) -> None:
-    """`vllm bench serve` runs, and reports acceptance if a step has verified drafts."""
-    before = server.counters()["drafts"]
-    printed = runner.command(
-        "bench", "serve", "--backend", "openai", "--base-url", server.url, "--model", TARGET,
-        "--dataset-name", "random", "--random-input-len", "40", "--random-output-len", "24",
-        "--num-prompts", "4",
-    )  # fmt: skip
-    drafted = server.counters()["drafts"] > before
-    assert ("Acceptance length" in printed) == drafted
+@pytest.mark.slow
+def test_bench_serve(runner: Runner, tmp_path: Path) -> None:
+    """`vllm bench serve` reports the acceptance of a server that drafts in every step."""
+    keys = SPECULATIVE | {"bastion_budget": 8}
+    with serving(tmp_path / "log", runner.caches, *SMALL, speculative=keys) as server:
+        printed = runner.command(
+            "bench", "serve", "--backend", "openai", "--base-url", server.url, "--model", TARGET,
+            "--dataset-name", "random", "--random-input-len", "40", "--random-output-len", "24",
+            "--num-prompts", "4",
+        )  # fmt: skip
+        counted = server.counters()
     assert "Successful requests:                     4" in printed
+    found = {name: float(number) for name, number in re.findall(r"(.+?): +([\d.]+)\n", printed)}
+    assert found["Drafts"] == counted["drafts"] > 4
+    assert found["Draft tokens"] == counted["draft_tokens"]
+    assert found["Accepted tokens"] == counted["accepted_tokens"]
+    length = 1 + counted["accepted_tokens"] / counted["drafts"]
+    assert found["Acceptance length"] == pytest.approx(length, abs=0.006)
 
 
 @pytest.mark.slow

@@ -98,13 +98,15 @@ def _watch_lengths(errors: list[str]) -> None:
     """
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    from tests.e2e.capture_probe import lengths
-
     execute = GPUModelRunner.execute_model
 
     @wraps(execute)  # the hooks compare its signature
     def execute_model(self: Any, step: Any, *args: Any, **kwargs: Any) -> Any:
-        for name, length in lengths(step).items():
+        known = step.scheduled_cached_reqs
+        computed = dict(zip(known.req_ids, known.num_computed_tokens, strict=True))
+        computed |= {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+        for name, rows in step.num_scheduled_tokens.items():
+            length = computed.get(name, 0) + rows  # dummies start at 0
             if length > self.max_model_len:
                 errors.append(f"{name} has {length} tokens, max_model_len is {self.max_model_len}")
         return execute(self, step, *args, **kwargs)

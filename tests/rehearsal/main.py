@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--interpret", action="store_true", help="our kernels, not references")
     parser.add_argument("--verbose", action="store_true", help="logs, counters, waits by place")
-    if arguments[:1] in (["quarter"], ["caches"], ["host"], ["compiles"]):
+    if arguments[:1] in (["quarter"], ["host"], ["compiles"]):
         return _command(arguments)
     given = parser.parse_args(arguments)
     cases = _chosen(parser, given.cases)
@@ -57,10 +57,9 @@ def main(arguments: list[str]) -> int:
 
 def _command(arguments: list[str]) -> int:
     environment.enter(arguments)
-    from tests.rehearsal import caches, compiles, host, quarter
+    from tests.rehearsal import compiles, host, quarter
 
     commands = {
-        "caches": caches.fill,
         "compiles": compiles.report,
         "host": host.measure,
         "quarter": quarter.rehearse,
