@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-bastion check`: from configs to an answer."""
+"""The command line, and `vllm-bastion check`: from configs to an answer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from helpers import ROOT, is_one_sentence
-from vllm_bastion import cli
+from helpers import ROOT, is_one_sentence, run_python
+from vllm_bastion import __version__, cli
 from vllm_bastion.cli.check import check
 
 TINY = ROOT / "benchmarks" / "tiny"
@@ -53,11 +53,13 @@ def test_a_refusal_is_the_engines_own_sentence(
 
 
 def test_the_command_prints_its_answer_and_nothing_else() -> None:
-    done = _command(TARGET, DRAFTER, "--dtype", "float32", "--max-model-len", "128")
+    done = _command("check", TARGET, DRAFTER, "--dtype", "float32", "--max-model-len", "128")
     assert (done.returncode, done.stderr) == (0, "")
     headings = [line.split()[0] for line in done.stdout.splitlines()]
     assert headings == ["served", "drafter", "trees", "limits", "kernels"]
     assert "Backend" not in done.stdout and "DYNAMO" not in done.stdout
+    done = _command("--version")
+    assert (done.returncode, done.stdout) == (0, f"vllm-bastion {__version__}\n")
 
 
 @pytest.mark.parametrize(
@@ -74,11 +76,20 @@ def test_wrong_options_are_told_in_one_line(
     assert "vllm serve --help" in line
 
 
+@pytest.mark.parametrize("missing", ["torch", "vllm"])
+def test_without_torch_or_vllm_there_is_one_sentence(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from vllm_bastion.cli import main; "
+    done = run_python(code + "raise SystemExit(main(['check', 'T', 'D']))")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("vllm-bastion check: vLLM cannot be imported here (")
+
+
 def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"}
     paths = os.pathsep.join(filter(None, sys.path))
     return subprocess.run(
-        [sys.executable, "-m", "vllm_bastion", "check", *arguments],
+        [sys.executable, "-m", "vllm_bastion", *arguments],
         env={**env, "TRITON_INTERPRET": "0", "PYTHONPATH": paths},
         capture_output=True, text=True, check=False,
     )  # fmt: skip

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +19,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from helpers import engine_config, is_one_sentence, is_refused, write_checkpoint
 from vllm_bastion import config
 from vllm_bastion.config import BastionSpeculativeConfig
-from vllm_bastion.hooks.requests import process_inputs
+from vllm_bastion.hooks.requests import check_budget, process_inputs
 from vllm_bastion.platform import current_host
 from vllm_bastion.validate import BastionConfigError, arguments, engine, models
+from vllm_bastion.validate.arguments import refuse_other_spelling
 
 # --- accepted ---------------------------------------------------------------------------------
 
@@ -38,25 +38,6 @@ def test_the_engine_gets_a_dflash_configuration_with_our_settings(pair: tuple[st
     assert engine.uniform_decode_query_len == 33
     assert engine.use_v2_model_runner
     assert len(repr(spec)) < 300 and "nodes=32" in repr(spec)
-
-
-def test_settings_survive_the_way_into_another_process(pair: tuple[str, str]) -> None:
-    engine = pickle.loads(pickle.dumps(engine_config(pair, bastion_budget_timing="lagged")))
-    spec = engine.speculative_config
-    assert type(spec) is BastionSpeculativeConfig
-    assert (spec.bastion_budget_timing, spec.bastion_gamma) == ("lagged", 7)
-    assert engine.num_lookahead_tokens == 8
-
-
-def test_the_chain_view_counts_in_depths_and_leaves_the_original_alone(
-    pair: tuple[str, str],
-) -> None:
-    engine = engine_config(pair)
-    view = config.chain_view_of(engine)
-    assert view.num_speculative_tokens == 7 and engine.num_speculative_tokens == 32
-    assert view.speculative_config.bastion_gamma == 7
-    plain = SimpleNamespace(speculative_config=None)
-    assert config.chain_view_of(plain) is plain  # type: ignore[arg-type]
 
 
 def send(vllm_config: VllmConfig, extra_args: dict[str, Any] | None) -> SamplingParams:
@@ -202,12 +183,20 @@ KEYS = {
     "sampled drafts": ({"draft_sample_method": "probabilistic"}, "draft_sample_method", "remove"),
     "FLy": ({"rejection_sample_method": "fly"}, "rejection_sample", "the target's own"),
     "vllm's own sizing": ({"enable_adaptive_verification": True}, "adaptive_verif", "remove"),
+    **{
+        f"{key} without effect": ({key: value}, f'"{key}"', "does not work with method")
+        for key, value in {
+            "prompt_lookup_max": 4, "enforce_eager": "yes", "suffix_decoding_max_tree_depth": 12,
+            "parallel_drafting": True, "disable_padded_drafter_batch": True,
+            "tensor_parallel_size": 1,
+        }.items()
+    },
     "by batch size": (
         {"num_speculative_tokens_per_batch_size": [(1, 8, 4)]},
         "num_speculative_tokens_per_batch_size",
         "remove",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", KEYS)
@@ -216,17 +205,38 @@ def test_a_wrong_key_is_refused_in_one_sentence(case: str, pair: tuple[str, str]
     is_refused(pair, names, way_out, **keys)
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {},
-        {"bastion_budget": 0},
-        {"bastion_budget": 32, "bastion_top_k": 32},
-        {"bastion_budget": "adaptive", "draft_sample_method": "greedy"},
-    ],
-)
-def test_right_keys_pass(keys: dict[str, Any]) -> None:
-    arguments.check_keys({"model": "m", "num_speculative_tokens": 32} | keys)
+SPELLINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "capitals": ({"method": "Bastion", "model": "D"}, "\"method\": 'Bastion' is unknown"),
+    "a typing error": ({"method": "bastoin", "model": "D"}, 'write "bastion"'),
+    "no method": ({"model": "D", "bastion_budget": 4}, "no method is named"),
+    "another method": ({"method": "dflash", "bastion-top-k": 4}, 'the method is "dflash"'),
+}
+
+
+@pytest.mark.parametrize("case", SPELLINGS)
+def test_our_keys_without_our_method_are_refused(case: str, pair: tuple[str, str]) -> None:
+    given, what = SPELLINGS[case]
+    args = EngineArgs(model=pair[0], load_format="dummy", speculative_config=given)
+    with pytest.raises(BastionConfigError) as caught:
+        args.create_engine_config()
+    is_one_sentence(str(caught.value), what, '"bastion"')
+
+
+def test_another_method_is_left_alone() -> None:
+    refuse_other_spelling({"method": "ngram", "num_speculative_tokens": 3})
+    refuse_other_spelling({})
+
+
+def test_the_drafter_is_split_as_the_target_is(pair: tuple[str, str]) -> None:
+    assert engine_config(pair, draft_tensor_parallel_size=1) is not None
+    is_refused(pair, '"draft_tensor_parallel_size": 2', "remove it", draft_tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("key", ["bastion_buget", "bastion_top_k", "bastionbudget"])
+def test_a_requests_misspelt_budget_is_refused(key: str) -> None:
+    with pytest.raises(VLLMValidationError) as refused:
+        check_budget({key: 1}, most=32)
+    is_one_sentence(str(refused.value), f'"{key}"', '"bastion_budget"')
 
 
 # --- refused: target and engine ---------------------------------------------------------------

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
-from vllm.v1.worker.gpu.model_states.default import DefaultModelState
-from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from bastion_kernels import StateBlocks
 from vllm_bastion.attention.gated_delta import (
@@ -21,25 +18,14 @@ from vllm_bastion.attention.gated_delta import (
     TreeRows,
     allocate,
     run_tree_rows,
-    states_of,
 )
 from vllm_bastion.cpu.host import CpuHost
 from vllm_bastion.engine.gated_delta import GatedDeltaModelState
 from vllm_bastion.engine.recurrent_states import RecurrentStates
-from vllm_bastion.engine.target import BastionModelState
 from vllm_bastion.hooks import gated_delta
 
 HEADS, KEY_HEADS, DIM, WIDTH, TAPS = 4, 2, 16, 32, 4
 CHANNELS = 2 * KEY_HEADS * DIM + HEADS * WIDTH
-
-
-def test_the_hybrid_model_state_fits_vllms() -> None:
-    order = GatedDeltaModelState.__mro__
-    assert order.index(BastionModelState) < order.index(MambaHybridModelState)
-    # vLLM's forwards to the default's, but for what it counts
-    assert MambaHybridModelState.__base__ is DefaultModelState
-    given = list(inspect.signature(MambaHybridModelState.prepare_attn).parameters)
-    assert given[1:4] == ["input_batch", "cudagraph_mode", "block_tables"]
 
 
 def make_layer(on_cpu: bool) -> Any:
@@ -204,28 +190,6 @@ def test_a_tree_larger_than_a_cached_block_is_refused() -> None:
     state._check_block_size()
 
 
-def test_what_layers_leave_is_side_by_side() -> None:
-    layers = [make_layer(False) for _ in range(2)]
-    saved = allocate(layers, 4, torch.bfloat16, torch.device("cpu"))
-    assert [tuple(x.shape) for x in saved.tensors()] == [
-        (2, 4, CHANNELS), (2, 4, KEY_HEADS, DIM), (2, 4, HEADS, WIDTH), (2, 4, HEADS),
-    ]  # fmt: skip
-    assert saved.of_layer(1).key.data_ptr() == saved.key[1].data_ptr()
-    layers[0].head_v_dim += 1
-    with pytest.raises(ValueError, match="of one size"):
-        allocate(layers, 4, torch.bfloat16, torch.device("cpu"))
-
-
-def test_views_of_states_are_vllms_memory() -> None:
-    for layer in (make_layer(True), make_layer(False)):
-        conv_state, state = states_of(layer)
-        assert conv_state.shape == (3, CHANNELS, TAPS - 1)
-        assert state.shape == (3, HEADS, DIM, WIDTH)
-        assert [x.data_ptr() for x in layer.kv_cache] == [conv_state.data_ptr(), state.data_ptr()]
-    on_cpu, on_cuda = (states_of(make_layer(kind))[1] for kind in (True, False))
-    assert torch.equal(on_cpu, on_cuda)
-
-
 def metadata_of(step: Step) -> Any:
     """vLLM's, of a step with a prompt, as far as the hooks read it."""
     fields = {field.name: None for field in dataclasses.fields(GDNAttentionMetadata)}
@@ -261,11 +225,3 @@ def test_vllms_core_sees_the_prompts_alone(monkeypatch: pytest.MonkeyPatch) -> N
     usual = Step(False)
     usual.run(True)
     torch.testing.assert_close(out[step.ours], usual.out)
-
-
-def test_vllms_fused_decode_is_for_steps_without_our_rows() -> None:
-    metadata = metadata_of(Step(True))
-    assert not gated_delta.can_use_fused_decode(lambda *_: True, None, metadata)
-    assert gated_delta.can_use_fused_decode(
-        lambda *_: True, None, gated_delta.without_tree_rows(metadata)
-    )

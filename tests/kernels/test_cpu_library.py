@@ -178,7 +178,7 @@ FEW = (
 def test_nothing_is_out_of_bounds(few: str, lane: str) -> None:
     """The cases of the kernels' tests, with checks and with AMX tiles in software."""
     names = (
-        "test_tree_attention_cpu", "test_attention_kinds", "test_linear_cpu", "test_topk_logprobs",
+        "test_tree_attention_cpu", "test_tree_attention", "test_linear_cpu", "test_topk_logprobs",
         "test_gated_delta", "test_gated_delta_cpu", "test_short_conv",
     )  # fmt: skip
     command = [

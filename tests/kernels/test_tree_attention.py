@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tree attention against dense masked attention, row by row, over explicitly gathered columns."""
+"""Tree attention against dense masked attention, row by row, over explicitly gathered columns.
+
+Shapes, types, windows by depth, sinks, soft caps and float8, alone and together.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,10 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, interpr
 import bastion_kernels.attention.workspace as workspace_module
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace, default_tiles
 
+F16, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TOGETHER = {"window": 9, "sinks": True, "softcap": 0.8}
+
 
 def trees(cached: int) -> list[Request]:
     g = torch.Generator().manual_seed(cached)
@@ -43,6 +50,18 @@ SHAPES: dict[str, tuple[list[Request], dict[str, Any]]] = {
          Request(0, parents=random_parents(97, torch.Generator().manual_seed(3)))],
         {"heads": (2, 1)},
     ),
+    # Windows count depths: by their places in the cache the last siblings would lose the context.
+    "siblings": ([Request(20, parents=star(41))], {"page": 1, "window": 8}),
+    **{
+        f"window {n}": (mixed(n), {"heads": (2, 1), "window": n, "seed": n, "padded_requests": 1})
+        for n in (1, 2, 5, 16, 33, 10**6)
+    },
+    "sinks": (mixed(3), {"sinks": True, "heads": (6, 2)}),
+    "float16 sinks": (mixed(3), {"sinks": True, "heads": (6, 2), "dtype": F16}),
+    # small enough to bend most scores
+    "softcap": (mixed(1), {"dim": 32, "softcap": 0.8}),
+    "bfloat16 softcap": (mixed(1), {"dim": 32, "softcap": 0.8, "dtype": BF16}),
+    "together": (mixed(4), {**TOGETHER, "strided": True, "padded_requests": 2}),
 }  # fmt: skip
 
 
@@ -58,9 +77,9 @@ def test_batches_equal_dense_attention(path: str, shape: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "dim", "heads"),
     [
-        (torch.float32, 64, (2, 1)), (torch.bfloat16, 64, (4, 4)), (torch.float16, 80, (6, 2)),
-        (torch.bfloat16, 96, (7, 1)), (torch.bfloat16, 128, (8, 2)), (torch.float32, 128, (5, 5)),
-        (torch.bfloat16, 256, (4, 1)), (torch.bfloat16, 512, (2, 1)),
+        (F32, 64, (2, 1)), (BF16, 64, (4, 4)), (F16, 80, (6, 2)),
+        (BF16, 96, (7, 1)), (BF16, 128, (8, 2)), (F32, 128, (5, 5)),
+        (BF16, 256, (4, 1)), (BF16, 512, (2, 1)),
     ],
 )  # fmt: skip
 def test_head_dims_and_types_with_their_default_tiles(
@@ -177,6 +196,68 @@ def test_empty_bits_leave_a_row_its_context_and_itself(cached: int) -> None:
         batch.check(getattr(batch, path)())
 
 
+@paths
+def test_sinks_of_nothing_take_nothing(path: str) -> None:
+    batch = Batch(mixed(3), heads=(6, 2))
+    batch.sinks = torch.full((6,), -torch.inf)
+    batch.check(getattr(batch, path)())
+
+
+FLOAT8 = [(BF16, E4M3), (F32, E5M2), (BF16, E5M2), (F16, E4M3), (F16, E5M2), (F32, E4M3)]
+
+
+@paths
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [*FLOAT8[:2], *(pytest.param(*kinds, marks=pytest.mark.slow) for kinds in FLOAT8[2:])],
+)
+def test_fp8_cache_with_scales(path: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    for more in ({}, TOGETHER):
+        batch = Batch(mixed(2), dtype=dtype, kv_dtype=kv_dtype, dim=32, **more)
+        batch.check(getattr(batch, path)())
+
+
+@pytest.mark.parametrize("path", ["reference", "triton"])
+@pytest.mark.parametrize("softcap", [0.0, 0.8])
+def test_fp8_queries_with_a_scale(path: str, softcap: float) -> None:
+    batch = Batch(mixed(2), dtype=BF16, kv_dtype=E4M3, query_dtype=E4M3, dim=32, softcap=softcap)
+    batch.check(getattr(batch, path)())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("programs", "window"),
+    [(13, 16), *(pytest.param(n, 128, marks=pytest.mark.slow) for n in (4, 64))],
+)
+def test_tiles_before_a_window_are_not_walked(
+    programs: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workspace_module, "_DEFAULT_PROGRAMS", programs)
+    g = torch.Generator().manual_seed(programs)
+    requests = [
+        Request(600, parents=random_parents(33, g)),
+        Request(0, chunk=150),
+        Request(300, chunk=40, parents=chain(9)),
+        Request(333, chunk=1),
+    ]
+    batch = Batch(requests, heads=(4, 2), window=window, sinks=True, page=16, seed=window)
+    # vLLM gives away blocks that no row sees any more
+    for r, request in enumerate(requests):
+        for column in range(request.cached + 1 - window):
+            batch.kv[batch.table[r, column // 16].long(), :, column % 16] = 1e4
+    walked = {}
+    for some in (0, window):
+        workspace = TreeAttentionWorkspace(
+            4, 2, 16, torch.float32, 300, 4, DEVICE, window=some, max_tail=33
+        )
+        workspace.plan(batch.starts.to(DEVICE), batch.lengths.to(DEVICE))
+        walked[some] = int((workspace.runs[:, 4] - workspace.runs[:, 3]).clamp(min=0).sum())
+    assert walked[window] < walked[0] * (0.3 if window == 16 else 0.7)
+    attend(*batch.args(), **batch.kinds(), workspace=workspace, version="triton")
+    batch.check(batch.out_on_device.cpu())
+    batch.check(batch.reference())
+
+
 def test_refusals_name_the_argument() -> None:
     batch = Batch([Request(4, chunk=2)])
     args = batch.args()
@@ -190,7 +271,7 @@ def test_refusals_name_the_argument() -> None:
     small, no_rows = TreeAttentionWorkspace(4, 2, 16, torch.float32, 2, 1, DEVICE), torch.zeros(4)
     refuses("do not fit the workspace", attend, *args, workspace=small)
     refuses("requests, room for", small.plan, no_rows.int(), no_rows[:3].int())
-    refuses("share a key head", default_tiles, torch.float32, 128, 65)
+    refuses("share a key head", default_tiles, F32, 128, 65)
     bf16, kb = torch.bfloat16, 1024
     refuses("at most 32 may with 101376 bytes", default_tiles, bf16, 256, 33, shared=99 * kb)
     refuses("and 65536 bytes of shared", default_tiles, torch.float16, 64, 1, shared=64 * kb)
@@ -210,7 +291,7 @@ def test_tiles_of_gpus_with_less_shared_memory(kilobytes: int, dim: int) -> None
 
 @paths
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("kinds", [{}, {"window": 9, "softcap": 0.8, "sinks": True}])
+@pytest.mark.parametrize("kinds", [{}, TOGETHER])
 def test_values_reach_the_rows_that_see_them_and_no_others(
     path: str, dtype: torch.dtype, kinds: dict[str, Any]
 ) -> None:

@@ -177,44 +177,6 @@ def test_trees_of_64_nodes_are_balanced(
     assert plan.chunk <= max(1.03 * fair + 1, shortest + 1, fair + workspace_module._SECOND)
 
 
-def test_a_step_of_many_widths_loses_less_than_a_team_of_each(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    g = torch.Generator().manual_seed(1)
-    workspace = make(monkeypatch, 132, USUAL, 8192, 64)
-    for _ in range(10):
-        num = int(torch.randint(1, 65, (1,), generator=g))
-        rows = torch.randint(0, 129, (num,), generator=g).tolist()
-        cached = torch.randint(1000, 9000, (num,), generator=g).tolist()
-        step = list(zip(rows, cached, strict=True))
-        plan = Plan(workspace, step)
-        blocks = {-(-n // 32) for n in rows} - {0}
-        longest = max(plan.tiles(r, 0) for r in range(num)) + 1
-        area = sum(map(len, plan.walks))
-        assert plan.chunk <= max(-(-area // (132 - sum(blocks))), longest**0.5 + 1)
-
-
-def test_requests_of_no_rows_take_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    workspace = make(monkeypatch, 132, USUAL, 256, 64)
-    alone = Plan(workspace, [(65, 2000), (33, 700)])
-    padded = Plan(workspace, [(65, 2000), (0, 0), (33, 700)] + [(0, 0)] * 40)
-    assert padded.chunk == alone.chunk and padded.busy == alone.busy
-    assert [r[3:5] for r in padded.runs] == [r[3:5] for r in alone.runs]
-
-
-def test_runs_begin_with_a_q_block_where_there_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    workspace = make(monkeypatch, 132, USUAL, 65 * 8, 8)
-    for step in ([(65, 1024)], [(65, 8192)], [(65, 256)] * 4, [(65, 300), (33, 2000), (1, 700)]):
-        plan = Plan(workspace, step)
-        plan.check()
-        for walk in plan.walks:
-            assert len({work[:3] for work in walk if work is not None}) <= 1
-    # but not at the price of runs that are much longer
-    plan = Plan(workspace, [(65, 60000)])
-    plan.check()
-    assert max(len({w[:3] for w in walk if w is not None}) for walk in plan.walks) == 2
-
-
 def test_a_plan_is_as_large_as_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """With vLLM's 1024 requests and 8192 rows every step had 2,048 places, be it of one request."""
     workspace = TreeAttentionWorkspace(

@@ -67,12 +67,6 @@ def test_bad_config_names_the_entry(name, value):
         ModelShape.from_config(QWEN3_8B | {name: value})
 
 
-def test_element_width_scales_bytes_only():
-    byte = ModelShape.from_config(QWEN3_8B, bytes_per_element=1)
-    assert byte.bytes_moved(8, 100) * 2 == SHAPE.bytes_moved(8, 100)
-    assert byte.flops(8, 100) == SHAPE.flops(8, 100)
-
-
 def test_tensor_parallel_divides_what_is_sharded():
     one, four, eight, sixteen = (ModelShape.from_config(QWEN3_8B, tp=tp) for tp in (1, 4, 8, 16))
     assert four.flops(16, 512) * 4 == one.flops(16, 512)
@@ -95,18 +89,11 @@ def test_a_batch_reads_every_context_and_attends_its_own_rows():
 
 @pytest.mark.parametrize(
     ("name", "tflops", "gb_per_s"),
-    [
-        ("NVIDIA A100 80GB PCIe", 312, 1935), ("NVIDIA A100-SXM4-80GB", 312, 2039),
-        ("NVIDIA A100-PCIE-40GB", 312, 1555), ("NVIDIA A100-SXM4-40GB", 312, 1555),
-        ("NVIDIA H100 80GB HBM3", 989.5, 3350), ("NVIDIA H100 PCIe", 756.5, 2000),
-        ("NVIDIA H100 NVL", 835.5, 3900), ("NVIDIA H200 NVL", 835.5, 4800),
-        ("NVIDIA H200", 989.5, 4800), ("NVIDIA RTX A6000", 154.8, 768), ("NVIDIA B200", 2250, 8000),
-        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8, 1792),
-        ("NVIDIA L40S", 362.05, 864), ("NVIDIA GeForce RTX 4090", 165.2, 1008),
-    ],
+    [("A100-PCIE-40GB", 312, 1555), ("H100 PCIe", 756.5, 2000), ("H100 80GB HBM3", 989.5, 3350),
+     ("H200 NVL", 835.5, 4800), ("H200", 989.5, 4800)],
 )  # fmt: skip
-def test_known_gpus_by_their_cuda_names(name, tflops, gb_per_s, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+def test_gpus_of_one_name_are_told_apart(name, tflops, gb_per_s, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA {name}")
     spec = device_spec(torch.device("cuda"), torch.bfloat16)
     assert spec == pytest.approx((tflops * 1e12, gb_per_s * 1e9))
 
@@ -163,14 +150,6 @@ def test_the_error_of_unseen_passes_falls_as_in_the_paper():
 def test_passes_of_one_branch_and_of_overhead_alone_are_fitted():
     assert error(fit(EXACT, S <= 32), EXACT, S <= 32) < 0.05
     assert error(fit(90.0 + 0.001 * S), 90.0 + 0.001 * S) < 0.2
-
-
-def test_small_passes_weigh_more_than_large_ones():
-    # falling times cannot be fitted by a rising curve: the best constant is a weighted mean
-    rows = np.array([1.0, 2, 3, 4, 29, 30, 31, 32])
-    memory, compute = SHAPE.branches_ms(A100, rows, 64)
-    lines = calibrate(rows, memory, compute, np.where(rows <= 4, 20.4, 20.0))
-    assert 20.3 < lines.predict_ms(*SHAPE.branches_ms(A100, 16.0, 64)) < 20.4
 
 
 def test_what_is_no_measurement_is_refused():
@@ -264,10 +243,3 @@ def test_static_learns_nothing_and_no_other_from_what_is_no_time():
         for ms in 3 * times:
             model.observe(8, 1, 0, ms)
         assert model.factor == 1.0
-
-
-def test_rows_beyond_the_curve_count_as_its_last():
-    model = make("ema")
-    for _ in range(2):
-        model.observe(5000, 1, 0, 2 * model.verify_ms(1, 0)[100])
-    assert model.factor == pytest.approx(2.0)

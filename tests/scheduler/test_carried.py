@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What our schedulers and workers tell each other, and how vLLM builds them."""
+"""What our schedulers, workers and vLLM's statistics tell each other, and how vLLM builds them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.spec_decode.metrics import SpecDecodingLogging
 from vllm.v1.worker.gpu_worker import Worker
 
 from tests.scheduler_core import GAMMA, NODES, call, engine_of, new_core, new_request, settings
@@ -128,6 +129,31 @@ def test_tokens_behind_a_stop_do_not_count_as_computed() -> None:
         core.has_mamba_layers, request.resumable = hybrid, False
         assert core._handle_stopped_request(request)
         assert request.num_computed_tokens == expected
+
+
+def test_statistics_of_a_tree_count_nodes_and_depths() -> None:
+    core, stats, depth = new_core(), None, settings().tree_depth
+    # (verified, accepted): more nodes than depths, fewer, and none, which is no draft
+    for verified, accepted in ((60, 5), (3, 1), (0, 0)):
+        stats = core.make_spec_decoding_stats(
+            stats, num_draft_tokens=NODES, num_accepted_tokens=accepted,
+            num_invalid_spec_tokens={"r": NODES - verified}, request_id="r",
+        )  # fmt: skip
+    assert (stats.num_spec_tokens, stats.num_drafts) == (depth, 2)
+    assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (63, 6)
+    assert stats.num_accepted_tokens_per_pos == [2, 1, 1, 1, 1, *[0] * (depth - 5)]
+    assert len(stats.num_draft_tokens_per_pos) == depth
+    line: list[str] = []
+    log = SpecDecodingLogging()
+    log.observe(stats)
+    log.log(log_fn=lambda text, *values: line.append(text % values))
+    assert "Mean acceptance length: 4.00" in line[0] and "Drafted: 63 tokens" in line[0]
+
+
+def test_a_step_that_drafts_nothing_has_no_statistics() -> None:
+    """vLLM's log divides by the drafts of the steps that have statistics."""
+    core = new_core()
+    assert core.make_spec_decoding_stats(None, NODES, 0, {"r": NODES}, "r") is None
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -3,13 +3,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-import prometheus_client
 import pytest
 from registries import registered
 from vllm.v1.metrics.stats import SchedulerStats
@@ -27,8 +22,6 @@ from vllm_bastion.telemetry.record import (
     drafted,
 )
 from vllm_bastion.telemetry.text import interval_line
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Clock:
@@ -212,37 +205,6 @@ def test_prometheus_has_the_sums_with_vllms_labels() -> None:
         assert got["request_steps_total", engine] == got["accepted_tokens_total", engine] == 5
         assert got["timed_steps_total", engine, "tree"] == 2
         assert got["step_ms_total", engine, "tree"] == 10
-
-
-_SERVER = """
-import sys
-from vllm_bastion.telemetry.prometheus import TreeMetrics
-from vllm_bastion.telemetry.record import StepRecord, Totals
-metrics = TreeMetrics(["model_name", "engine"], {0: ["tiny", "0"]})
-sums = Totals(gain=float(sys.argv[1]))
-sums.add([StepRecord("tree", "fastest", 1, [8], [2])] * int(sys.argv[1]))
-metrics.observe(sums, 0)
-"""
-
-
-def test_several_front_ends_add_up(tmp_path: Path) -> None:
-    """Each API server counts a part; any of them shows the whole, as vLLM's /metrics does."""
-    from prometheus_client import multiprocess
-
-    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    for count in ("3", "5"):
-        subprocess.run(
-            [sys.executable, "-c", _SERVER, count], check=True, cwd=ROOT, env=environment
-        )
-    registry = prometheus_client.CollectorRegistry()
-    multiprocess.MultiProcessCollector(registry, path=str(tmp_path))
-    got = samples(registry)
-    assert got["steps_total", "0", "tree", "fastest"] == 8
-    assert got["nodes_verified_count", "0"] == 8 and got["nodes_verified_sum", "0"] == 64
-    assert got["nodes_verified_bucket", "0", "8.0"] == 8
-    assert got["nodes_verified_bucket", "0", "4.0"] == 0
-    assert got["accepted_tokens_total", "0"] == 16
-    assert got["measured_gain", "0"] == 5
 
 
 def test_the_line_says_what_happened_and_why() -> None:
