@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
@@ -100,23 +99,6 @@ def test_the_source_archive_holds_the_changelog_and_no_tests(source: Path, tmp_p
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml"} <= names
     assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
-
-
-DOCUMENTS = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "kernels" / "README.md"]
-)
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_to_files(path: Path) -> None:
-    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text(encoding="utf-8"))
-    ours = [link for link in links if not link.startswith("https://")]
-    assert [link for link in ours if not (path.parent / link).exists()] == []
-
-
-def test_every_file_that_the_readme_names_is_a_link() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert re.findall(r"(?<!\[)`(?:docs|benchmarks|kernels|vllm_bastion)/[\w./-]*`", text) == []
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ REQUEST_BUDGET = "bastion_budget"
 _CACHE_ONLY_ROPE_TYPES = frozenset({"default", "linear", "llama3", "ntk", "proportional"})
 
 _MAX_GRAMMAR_NODES = 63
-# Most tokens of a copy in one tree: with its root it fills 32 rows.
+# Most tokens of an n-gram draft: with its root it fills 32 rows.
 NGRAM_DEPTH = 31
 
 
@@ -54,8 +54,8 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     """Candidate tokens kept at each drafted depth, 1 to 32, and no more than the drafter's own head
     scores."""
     bastion_lookup: bool = True
-    """Whether trees get a branch that copies what followed the same words earlier in the prompt or
-    the reply; never with `bastion_top_k` 1."""
+    """N-gram drafts (prompt lookup): what followed the same words earlier, in the prompt or the
+    reply, is a branch of the tree; never with `bastion_top_k` 1."""
     bastion_budget_timing: Literal["auto", "exact", "lagged"] = "auto"
     """exact: a step is sized by its own scores, for which the host waits. lagged: by the previous
     step's. auto: lagged on CUDA, exact on a CPU or with LoRA."""
@@ -129,7 +129,7 @@ class BastionSpeculativeConfig(SpeculativeConfig):
 
     @property
     def tree_depth(self) -> int:
-        """Depth of a tree with as many nodes as it needs: gamma, or more where a copy goes on."""
+        """Depth of a tree with as many nodes as it needs: gamma, or more with an n-gram draft."""
         if not self.bastion_lookup:
             return self.bastion_gamma
         return max(self.bastion_gamma, min(NGRAM_DEPTH, self.num_speculative_tokens))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
+from datetime import date
 from importlib import metadata
 from typing import Any
 
@@ -106,12 +106,7 @@ def write(text: str) -> None:
     """Put the table into docs/rehearsal.md, with what it was made with: vLLM 0.32 only."""
     if not metadata.version("vllm").startswith("0.32."):
         return
-    git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    state = [*git, "status", "--porcelain", "--", ".", f":!{PAGE.relative_to(ROOT)}"]
-    changed = subprocess.run(state, capture_output=True, text=True).stdout.strip()
-    made = f"`make rehearse` at {commit.stdout.strip()}{', changed,' if changed else ''}"
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("vllm", "torch", "triton"))
-    block = f"{_BEGIN}\n{text}\n\n{made} with {versions}\n{_END}"
+    block = f"{_BEGIN}\n{text}\n\n{date.today()}, {versions}\n{_END}"
     page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(re.sub(f"{_BEGIN}.*{_END}", lambda _: block, page, flags=re.DOTALL))
