@@ -59,7 +59,7 @@ test-033: $(VENV033)/.ready  ## What `make test` runs, on vLLM 0.33 (its Python 
 test-033-full: $(VENV033)/.ready  ## What `make test-full` runs, on vLLM 0.33
 	@$(VENV033)/bin/python -m pytest $(PARALLEL) --durations=20
 
-check: $(VENV)/.ready  ## Lint, format, types, the floors of imports and the fast tests
+check: $(VENV)/.ready  ## Lint, format, types, the layers of imports and the fast tests
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy

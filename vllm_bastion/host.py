@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host seam: every decision that differs between a GPU engine and a CPU engine.
+"""The platform interface: every decision that differs between a GPU engine and a CPU engine.
 
 `Host` is the GPU's side and the default. `vllm_bastion.cpu.host.CpuHost` overrides what a CPU does
 differently, and `vllm_bastion.platform.current_host` picks one of them. `policy`, which imports no

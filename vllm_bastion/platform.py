@@ -11,7 +11,7 @@ _GPU = Host()
 
 
 def current_host() -> Host:
-    """The host seam of vLLM's platform, see `vllm_bastion.host`."""
+    """The platform interface for vLLM's platform, see `vllm_bastion.host`."""
     from vllm.platforms import current_platform
 
     return _cpu_host() if current_platform.is_cpu() else _GPU

@@ -6,7 +6,7 @@ into preallocated outputs of fixed shape, so a CUDA graph can capture it. Sizes:
 
     R  requests of the batch, in batch order        N  node budget, without the root
     S  persistent request slots; slots[r] = -1      D  drafted depth (gamma)
-       marks an inert row                           L  depth of a tree: D, or more with copies
+       marks an inert row                           L  depth of a tree: D, or more with n-grams
     T  rows (tokens) of the step                    K  candidates per depth
     P  logits rows of the step                      V  vocabulary
     W  ceil((N + 1) / 32) mask words

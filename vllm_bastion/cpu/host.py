@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU's side of the host seam; the docstrings are in `vllm_bastion.host`."""
+"""The CPU's side of the platform interface; the docstrings are in `vllm_bastion.host`."""
 
 from __future__ import annotations
 

@@ -31,6 +31,6 @@ class BastionDFlash2(BastionSpeculator, DFlash2Speculator):
 
 
 class BastionLiLiCorr(BastionDFlash2, LiLiCorrSpeculator):
-    """LiLiCorr's attention over the lattice of candidates."""
+    """LiLiCorr's attention over the per-position candidates."""
 
     _speculator_name = "BASTION"

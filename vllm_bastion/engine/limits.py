@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes that follow from an engine's configuration: its trees, and the most rows of a step.
 
-They determine the worker's buffers, its profiling run, its warm-up, the steps that it serves, and
-the memory that `vllm-bastion check` prints.
+They determine the worker's buffers, its profiling run, its warm-up and the steps that it serves.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ HOOKS: tuple[Hook, ...] = (
         ),
         why="vLLM's manager ranks positions of a chain by confidence",
         what="builds TreeBudgetManager, which ranks the nodes of trees",
-        upstream="a seam for other managers",
+        upstream="a way to name another manager",
         when=BASTION_WORKER,
     ),
     Hook(

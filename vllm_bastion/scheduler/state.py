@@ -31,7 +31,7 @@ class SchedulerState:
     """K, the placeholders of each request in the step that is scheduled next."""
     arm: Arm = Arm.PLAIN
     """What the step that was scheduled last ends with."""
-    reason: str = ""
+    reason: str = "not measured yet"
     """Why: a label of metrics."""
     last: LastStep = field(default_factory=LastStep)
     """The step whose output has arrived last."""

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable
 
 # Trees that are judged together, and fewer if almost none has ever had a token accepted: such a
-# drafter is soon used for probes only, and 1,000 trees would take hours.
+# drafter is soon used in exploration steps only, and 1,000 trees would take hours.
 TREES, NEAR_ZERO_TREES = 1000, 64
 # Accepted tokens per tree that a wrong drafter gets by chance.
 _BY_CHANCE = 0.02
 # A drafter with fewer accepted tokens per tree does not fit; one that fits has several.
 FEWEST_ACCEPTED = 0.1
-# Seconds between two warnings of one kind.
+# Seconds between two equal warnings.
 _PAUSE = 3600.0
 
 

@@ -26,7 +26,7 @@ PERIOD = 1.0
 MOST_PENDING = 128
 # Bucket i of the histogram of nodes holds trees of at most 2**i nodes, and more than 2**(i - 1).
 NODE_BUCKETS = 11
-# Where a node comes from: the drafter alone, a copy of the context alone, or both.
+# Where a node comes from: the drafter alone, an n-gram draft alone, or both.
 SOURCES = ("drafter", "lookup", "both")
 
 

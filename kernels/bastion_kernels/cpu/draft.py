@@ -70,13 +70,13 @@ def _next_candidate(logprobs, r, depth, own, after):
 def _expand(
     tokens, logprobs, children, in_order, slots,
     out_tokens, parents, depths, log_rho, num_nodes,
-    copied, places, ngram_rows, sources,
+    ngram_tokens, places, ngram_rows, sources,
 ):  # fmt: skip
     """logprobs: [R, D, P, M]. in_order: P = 1, and a candidate's column is its rank; else P = M.
-    copied, places: [R, L], L = 0 without copies. ngram_rows: [R, L, 1, M + 1]."""
+    ngram_tokens, places: [R, L], L = 0 without n-gram drafts. ngram_rows: [R, L, 1, M + 1]."""
     depth_limit, limit = tokens.shape[1], out_tokens.shape[1]
-    copy_limit, width = copied.shape[1], tokens.shape[2]
-    on_copy = np.zeros(limit + 1, np.bool_)
+    ngram_limit, width = ngram_tokens.shape[1], tokens.shape[2]
+    on_ngram = np.zeros(limit + 1, np.bool_)
     heap = np.empty(2 * limit + 2, np.int64)
     own_rows = np.zeros(limit + 1, np.int64)  # of each node's children
     cost = np.empty(1, np.float32)
@@ -86,7 +86,7 @@ def _expand(
         if slot < 0:
             continue
         size, count = 0, 0
-        on_copy[0], own_rows[0] = copy_limit > 0 and places[r, 0] >= 0, 0
+        on_ngram[0], own_rows[0] = ngram_limit > 0 and places[r, 0] >= 0, 0
         # children offered to the heap, up to two per round; first the root's first child
         offers, parent_a, rank_a, before_a, depth_a, parent_b, rank_b, before_b, depth_b = (
             1, 0, 0, -1, 0, 0, 0, -1, 0
@@ -100,19 +100,19 @@ def _expand(
                     else (parent_b, rank_b, before_b, depth_b, above_b)
                 )
                 own = own_rows[parent]
-                copying = on_copy[parent] and depth < copy_limit
-                off_copy = not on_copy[parent] and depth < depth_limit
-                if (copying or off_copy) and rank < children:
+                extends_ngram = on_ngram[parent] and depth < ngram_limit
+                off_ngram = not on_ngram[parent] and depth < depth_limit
+                if (extends_ngram or off_ngram) and rank < children:
                     candidate = rank
-                    if copying:
+                    if extends_ngram:
                         candidate = _next_candidate(ngram_rows, r, depth, 0, before)
                     elif not in_order:
                         candidate = _next_candidate(logprobs, r, depth, own, before)
-                    if candidate < 0 or (not copying and candidate >= width):
+                    if candidate < 0 or (not extends_ngram and candidate >= width):
                         continue
                     logprob = (
                         ngram_rows[r, depth, 0, candidate]
-                        if copying
+                        if extends_ngram
                         else logprobs[r, depth, own, candidate]
                     )
                     cost[0] = above - logprob if logprob < 0 else above
@@ -131,17 +131,17 @@ def _expand(
             parent, candidate, rank = (key >> 16) & 0xFFFF, (key >> 8) & 0xFF, key & 0xFF
             depth = 0 if parent == 0 else depths[slot, parent - 1]
             above = np.float32(0.0) if parent == 0 else np.float32(0.0) - log_rho[slot, parent - 1]
-            copies = on_copy[parent] and candidate == places[r, depth]
+            stays = on_ngram[parent] and candidate == places[r, depth]
             out_tokens[r, count] = (
-                tokens[r, depth, candidate] if candidate < width else copied[r, depth]
+                tokens[r, depth, candidate] if candidate < width else ngram_tokens[r, depth]
             )
-            if copy_limit > 0:
-                sources[slot, count] = 1 if not copies else (3 if candidate < width else 2)
+            if ngram_limit > 0:
+                sources[slot, count] = 1 if not stays else (3 if candidate < width else 2)
             parents[slot, count] = parent
             depths[slot, count] = depth + 1
             log_rho[slot, count] = np.float32(0.0) - cost[0]
             count += 1
-            on_copy[count] = copies
+            on_ngram[count] = stays
             if not in_order:
                 own_rows[count] = candidate
             offers = 2
@@ -152,26 +152,26 @@ def _expand(
         parents[slot, count:] = -1
         depths[slot, count:] = 0
         log_rho[slot, count:] = -np.inf
-        if copy_limit > 0:
+        if ngram_limit > 0:
             sources[slot, count:] = 0
 
 
-_NO_COPY, _NO_COPY_ROWS = np.empty((0, 0), np.int32), np.empty((0, 0, 0, 0), np.float32)
+_NO_NGRAM, _NO_NGRAM_ROWS = np.empty((0, 0), np.int32), np.empty((0, 0, 0, 0), np.float32)
 
 
 def expand_best_first(op: ExpandBestFirst) -> None:
     """Algorithm 1 with a heap."""
-    copied, places, ngram_rows, sources = _NO_COPY, _NO_COPY, _NO_COPY_ROWS, _NO_COPY
-    if (copies := op.ngram) is not None:
-        copied, places, sources = (
-            part.numpy() for part in (copies.tokens, copies.places, copies.sources)
+    ngram_tokens, places, ngram_rows, sources = _NO_NGRAM, _NO_NGRAM, _NO_NGRAM_ROWS, _NO_NGRAM
+    if (ngram := op.ngram) is not None:
+        ngram_tokens, places, sources = (
+            part.numpy() for part in (ngram.tokens, ngram.places, ngram.sources)
         )
-        ngram_rows = copies.rows.numpy()[:, :, None]
+        ngram_rows = ngram.rows.numpy()[:, :, None]
     _expand(
         op.candidates.numpy(), op.logprobs.numpy(), op.top_k, op.stateless, op.slots.numpy(),
         op.out_tokens.numpy(), op.parents.numpy(),
         op.depths.numpy(), op.log_rho.numpy(), op.num_nodes.numpy(),
-        copied, places, ngram_rows, sources,
+        ngram_tokens, places, ngram_rows, sources,
     )  # fmt: skip
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Best-first expansion of the drafter's lattice: the N best nodes of every request.
+"""Best-first expansion of per-position candidates: the N best nodes of every request.
 
 A node is a prefix of candidates, one per depth; its path score is
 
@@ -12,8 +12,7 @@ the optimal prefix-closed tree of its size (paper, optimality of best-first expa
 DFlash has one row of scores for all nodes of a depth: q does not depend on x_{i-1}. DFlash2,
 LiLiCorr and DSpark have a row for each candidate of the depth above.
 
-Text copied from the context may be a branch of the same tree, see `mix_ngram`. Nodes on the copy
-have their own rows.
+An n-gram draft may be a branch of the same tree, see `mix_ngram`. Its nodes have their own rows.
 
 The frontier has one entry per node of the tree: the node's best child that has not been taken.
 Taking it adds a node, with its own entry, and advances the entry to the next sibling. Ties go to
@@ -32,7 +31,7 @@ from torch import Tensor
 
 from bastion_kernels.checks import check
 from bastion_kernels.draft.best_first_kernel import expand_kernel
-from bastion_kernels.draft.candidates import ReadsLattice
+from bastion_kernels.draft.candidates import ReadsCandidates
 from bastion_kernels.op import public
 from bastion_kernels.triton_or_none import triton
 
@@ -42,18 +41,18 @@ class NgramRows:
     """Output of `mix_ngram`, and the source of each node. L depths, at least D."""
 
     tokens: Tensor
-    """`[R, L]` int32, the copy."""
+    """`[R, L]` int32, the n-gram draft."""
     places: Tensor
     """`[R, L]` int32, its index among the candidates, M where it is none of them, -1 without."""
     rows: Tensor
-    """`[R, L, M + 1]` fp32, log q' of a node on the copy."""
+    """`[R, L, M + 1]` fp32, log q' of a node on it."""
     sources: Tensor
-    """`[S, N]` int32, written: 1 for a node of the drafter alone, 2 for one of the copy alone, 3
-    for one of both, 0 for an unused column."""
+    """`[S, N]` int32, written: 1 for a node of the drafter alone, 2 of the n-gram draft alone, 3 of
+    both, 0 for an unused column."""
 
 
 @dataclass(slots=True)
-class ExpandBestFirst(ReadsLattice):
+class ExpandBestFirst(ReadsCandidates):
     """Write the first N nodes of every request's best-first tree, in non-increasing rho.
 
     Draft node j is column j and node number j + 1; number 0 is the root. Row r's tokens go to row r
@@ -126,19 +125,19 @@ class ExpandBestFirst(ReadsLattice):
             return
         ngram = self.ngram
         expand_kernel[(reqs,)](
-            **self.lattice(),
+            **self.candidate_arguments(),
             slots=self.slots,
             out_tokens=self.out_tokens,
             parents=self.parents,
             depths=self.depths,
             log_rho=self.log_rho,
             num_nodes=self.num_nodes,
-            copied=None if ngram is None else ngram.tokens,
+            ngram_tokens=None if ngram is None else ngram.tokens,
             places=None if ngram is None else ngram.places,
             ngram_rows=None if ngram is None else ngram.rows,
             sources=None if ngram is None else ngram.sources,
-            stride_copied_r=0 if ngram is None else ngram.tokens.stride(0),
-            stride_copy_rows_r=0 if ngram is None else ngram.rows.stride(0),
+            stride_ngram_tokens_r=0 if ngram is None else ngram.tokens.stride(0),
+            stride_ngram_rows_r=0 if ngram is None else ngram.rows.stride(0),
             stride_sources_s=0 if ngram is None else ngram.sources.stride(0),
             stride_out_tokens_r=self.out_tokens.stride(0),
             stride_parents_s=self.parents.stride(0),

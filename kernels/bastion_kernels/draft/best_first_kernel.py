@@ -28,18 +28,18 @@ def cost_of(b_logprob):
 
 
 @triton.jit
-def _next(p_row, stride, size, p_copy, copy_size, after_cost, after, BLOCK_M: tl.constexpr):
+def _next(p_row, stride, size, p_ngram, ngram_size, after_cost, after, BLOCK_M: tl.constexpr):
     """The next cost and candidate of a row after (after_cost, after); +inf if none is left.
 
-    size: candidates of the row, or 0. copy_size: candidates of the row at `p_copy`, or 0; at most
+    size: candidates of the row, or 0. ngram_size: candidates of the row at `p_ngram`, or 0; at most
     one of the two rows is read. after_cost: int32 bits of a cost, which sort like it; -1 for the
     first.
     """
     o_m = tl.arange(0, BLOCK_M)
     b_logprob = tl.load(p_row + o_m * stride, mask=o_m < size, other=float("-inf"))
-    if p_copy is not None:
-        b_copy = tl.load(p_copy + o_m, mask=o_m < copy_size, other=float("-inf"))
-        b_logprob = tl.where(copy_size > 0, b_copy, b_logprob)
+    if p_ngram is not None:
+        b_ngram = tl.load(p_ngram + o_m, mask=o_m < ngram_size, other=float("-inf"))
+        b_logprob = tl.where(ngram_size > 0, b_ngram, b_logprob)
     b_bits = cost_of(b_logprob).to(tl.int32, bitcast=True)
     m_later = (b_bits > after_cost) | ((b_bits == after_cost) & (o_m > after))
     none = tl.full([], float("inf"), tl.float32).to(tl.int32, bitcast=True)
@@ -59,7 +59,7 @@ def expand_kernel(
     depths,
     log_rho,
     num_nodes,
-    copied,
+    ngram_tokens,
     places,
     ngram_rows,
     sources,
@@ -70,8 +70,8 @@ def expand_kernel(
     stride_logprobs_d,
     stride_logprobs_p,
     stride_logprobs_m,
-    stride_copied_r,
-    stride_copy_rows_r,
+    stride_ngram_tokens_r,
+    stride_ngram_rows_r,
     stride_sources_s,
     stride_out_tokens_r,
     stride_parents_s,
@@ -93,7 +93,7 @@ def expand_kernel(
     b_entry [BLOCK] int32, node number << 16 | middle << 8 | rank of that child. The middle is the
             child's candidate; with IN_ORDER (candidate = rank) it is the node's depth
     b_score [BLOCK] fp32, -log rho of the node itself
-    b_own   [BLOCK] int32, 1 << 16 on the copy | depth of the node << 8 | its candidate, which is
+    b_own   [BLOCK] int32, 1 << 16 on the n-gram draft | depth of the node << 8 | its candidate,
             also the row of its children; with IN_ORDER the entry by which the node was added
     b_above [BLOCK] int32, parent of the node; unused with IN_ORDER, as `b_own` has it
     """
@@ -106,24 +106,24 @@ def expand_kernel(
 
         o_n = tl.arange(0, BLOCK)
         b_owner = (o_n + 1) % BLOCK
-        on_copy = tl.full([], 0, tl.int32)
+        on_ngram = tl.full([], 0, tl.int32)
         if L > 0:
-            copied += i_r * stride_copied_r
-            places += i_r * stride_copied_r
-            ngram_rows += i_r * stride_copy_rows_r
-            on_copy = (tl.load(places) >= 0).to(tl.int32)
+            ngram_tokens += i_r * stride_ngram_tokens_r
+            places += i_r * stride_ngram_tokens_r
+            ngram_rows += i_r * stride_ngram_rows_r
+            on_ngram = (tl.load(places) >= 0).to(tl.int32)
         if IN_ORDER:
             first, middle = cost_of(tl.load(logprobs)), 0
         else:
-            size = tl.where((on_copy == 0) & (D > 0), M, 0)
+            size = tl.where((on_ngram == 0) & (D > 0), M, 0)
             first, middle = _next(
-                logprobs, stride_logprobs_m, size, ngram_rows, on_copy * (M + 1), -1, -1, BLOCK_M
+                logprobs, stride_logprobs_m, size, ngram_rows, on_ngram * (M + 1), -1, -1, BLOCK_M
             )
         b_cost = tl.where(b_owner == 0, first, float("inf")).to(tl.int32, bitcast=True)
         b_entry = tl.where(b_owner == 0, middle << 8, 0)
         b_score = tl.zeros([BLOCK], tl.float32)
         b_above = tl.zeros([BLOCK], tl.int32)
-        b_own = tl.where(b_owner == 0, on_copy << 16, 0)
+        b_own = tl.where(b_owner == 0, on_ngram << 16, 0)
         count = tl.full([], 0, tl.int32)
         best = tl.min(b_cost, 0)
         while (count < N) & (best < none):
@@ -145,41 +145,41 @@ def expand_kernel(
             else:
                 candidate = middle
                 parent_own = tl.sum(tl.where(m_moved, b_own, 0), 0)
-                on_copy = parent_own >> 16
+                on_ngram = parent_own >> 16
                 depth, parent_row = (parent_own >> 8) & 0xFF, parent_own & 0xFF
                 p_row = logprobs + depth * stride_logprobs_d + parent_row * stride_logprobs_p
                 p_value = p_row + candidate * stride_logprobs_m
-                taken = tl.load(p_value, mask=on_copy == 0, other=float("-inf"))
+                taken = tl.load(p_value, mask=on_ngram == 0, other=float("-inf"))
                 more = rank + 1 < TOP_K
-                p_copy, copy_size, is_copy = ngram_rows, 0, on_copy
+                p_ngram, ngram_size, is_ngram = ngram_rows, 0, on_ngram
                 if L > 0:
-                    p_copy += depth * (M + 1)
-                    copy_size = tl.where((on_copy != 0) & more, M + 1, 0)
-                    p_value = p_copy + candidate
+                    p_ngram += depth * (M + 1)
+                    ngram_size = tl.where((on_ngram != 0) & more, M + 1, 0)
+                    p_value = p_ngram + candidate
                     taken = tl.where(
-                        on_copy == 0,
+                        on_ngram == 0,
                         taken,
-                        tl.load(p_value, mask=on_copy != 0, other=float("-inf")),
+                        tl.load(p_value, mask=on_ngram != 0, other=float("-inf")),
                     )
-                    place = tl.load(places + depth, mask=on_copy != 0, other=-1)
-                    is_copy = (candidate == place).to(tl.int32)
+                    place = tl.load(places + depth, mask=on_ngram != 0, other=-1)
+                    is_ngram = (candidate == place).to(tl.int32)
                 taken = cost_of(taken).to(tl.int32, bitcast=True)
-                size = tl.where(more & (on_copy == 0), M, 0)
+                size = tl.where(more & (on_ngram == 0), M, 0)
                 sibling_cost, sibling = _next(
-                    p_row, stride_logprobs_m, size, p_copy, copy_size, taken, candidate, BLOCK_M
+                    p_row, stride_logprobs_m, size, p_ngram, ngram_size, taken, candidate, BLOCK_M
                 )
                 p_row = logprobs + (depth + 1) * stride_logprobs_d + candidate * stride_logprobs_p
-                size = tl.where((depth + 1 < D) & (is_copy == 0), M, 0)
+                size = tl.where((depth + 1 < D) & (is_ngram == 0), M, 0)
                 if L > 0:
-                    p_copy += M + 1
-                    copy_size = tl.where((is_copy != 0) & (depth + 1 < L), M + 1, 0)
+                    p_ngram += M + 1
+                    ngram_size = tl.where((is_ngram != 0) & (depth + 1 < L), M + 1, 0)
                 child_cost, child = _next(
-                    p_row, stride_logprobs_m, size, p_copy, copy_size, -1, -1, BLOCK_M
+                    p_row, stride_logprobs_m, size, p_ngram, ngram_size, -1, -1, BLOCK_M
                 )
                 b_entry = tl.where(m_moved, (parent << 16) | (sibling << 8) | (rank + 1), b_entry)
                 b_entry = tl.where(m_opened, (count << 16) | (child << 8), b_entry)
                 b_above = tl.where(m_opened, parent, b_above)
-                new_own = (is_copy << 16) | ((depth + 1) << 8) | candidate
+                new_own = (is_ngram << 16) | ((depth + 1) << 8) | candidate
                 b_own = tl.where(m_opened, new_own, b_own)
             b_cost = tl.where(m_moved, (b_score + sibling_cost).to(tl.int32, bitcast=True), b_cost)
             b_cost = tl.where(m_opened, (new + child_cost).to(tl.int32, bitcast=True), b_cost)
@@ -196,8 +196,8 @@ def expand_kernel(
         b_token = tl.load(p_token, mask=m_used & (b_candidate < M), other=0).to(tl.int64)
         if L > 0:
             m_alone = m_used & (b_candidate == M)
-            b_copied = tl.load(copied + b_depth - 1, mask=m_alone, other=0).to(tl.int64)
-            b_token = tl.where(m_alone, b_copied, b_token)
+            b_ngram = tl.load(ngram_tokens + b_depth - 1, mask=m_alone, other=0).to(tl.int64)
+            b_token = tl.where(m_alone, b_ngram, b_token)
             b_source = tl.where(b_own >> 16 == 0, 1, tl.where(b_candidate < M, 3, 2))
             b_source = tl.where(m_used, b_source, 0)
             tl.store(sources + slot * stride_sources_s + o_n, b_source, mask=m_n)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter's lattice as ops read it; the kinds of lattices are in `best_first`."""
+"""The drafter's per-position candidates as ops read them; see `best_first`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from bastion_kernels.op import Op
 
 
-class ReadsLattice(Op):
+class ReadsCandidates(Op):
     """An op with these arguments: `[R, D, M]` and `[R, D, P, M]`."""
 
     __slots__ = ()
@@ -20,7 +20,7 @@ class ReadsLattice(Op):
 
     @property
     def stateless(self) -> bool:
-        """Whether all nodes of a depth off the copy share one row."""
+        """Whether all nodes of a depth off the n-gram draft share one row."""
         return self.logprobs.shape[2] == 1
 
     def check_candidates(self) -> None:
@@ -31,7 +31,7 @@ class ReadsLattice(Op):
         if rows not in (1, width):
             raise ValueError(f"{self.name}: P is 1 or M = {width}, got {rows}")
 
-    def lattice(self) -> dict[str, Any]:
+    def candidate_arguments(self) -> dict[str, Any]:
         """The arguments of a kernel."""
         candidates, logprobs = self.candidates, self.logprobs
         return {

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookup: find an earlier occurrence of the end of a request's text.
+"""Prompt lookup: find an earlier occurrence of the end of a request's text.
 
 In the history h of n tokens (prompt and reply), find the position p < n with the largest
 
     m = tokens before p that equal the last tokens of h        (at least 2, counted up to 32)
 
-Ties go to the latest p. The copy c_1, c_2, ... is the text that follows: h[p], h[p + 1], ... At the
-end of the history it continues with itself, so repetitions of any period continue. m and p are
-packed into one integer. Its maximum does not depend on the order in which blocks of the history are
-searched, so all ranks find the same copy.
+Ties go to the latest p. The n-gram draft c_1, c_2, ... is the text that follows: h[p], h[p + 1],
+... At the end of the history it continues with itself, so repetitions of any period continue. m and
+p are packed into one integer. Its maximum does not depend on the order in which blocks of the
+history are searched, so all ranks find the same draft.
 
-The success rate of copies is learned from the emitted tokens, whether or not a copy was verified.
-When the history has grown from n to n' tokens, the copy found at n has been tried at match lengths
-m, m + 1, ..., up to its first wrong token or to n'. `counts` has trials and successes by match
-length; integer sums do not depend on the order either.
+The success rate is learned from the emitted tokens, whether or not a draft was verified. When the
+history has grown from n to n' tokens, the draft found at n has been tried at match lengths m,
+m + 1, ..., up to its first wrong token or to n'. `counts` has trials and successes by match length;
+integer sums do not depend on the order either.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def _find_kernel(
             then = tl.load(last + 3 * slot + 2)
             o_a = tl.arange(0, LONGEST)
             m_tried = (match > 0) & (o_a < length - then)
-            b_copied = tl.load(history + start + o_a, mask=m_tried, other=0)
+            b_draft = tl.load(history + start + o_a, mask=m_tried, other=0)
             b_emitted = tl.load(history + then + o_a, mask=m_tried, other=0)
-            wrong = tl.min(tl.where(m_tried & (b_copied != b_emitted), o_a, LONGEST), 0)
+            wrong = tl.min(tl.where(m_tried & (b_draft != b_emitted), o_a, LONGEST), 0)
             p_count = counts + tl.minimum(match + o_a, LONGEST)
             tl.atomic_add(p_count, 1, mask=m_tried & (o_a <= wrong))
             tl.atomic_add(p_count + LONGEST + 1, 1, mask=m_tried & (o_a < wrong))
@@ -85,7 +85,7 @@ def _find_kernel(
 
 @dataclass(slots=True)
 class FindNgram(Op):
-    """Find every request's copy, and count trials and successes of the last one; see the module."""
+    """Find every request's n-gram draft, and count how the last one did; see the module."""
 
     history: Tensor
     """`[S, most tokens]` int32, the tokens of each slot's request."""
@@ -94,7 +94,7 @@ class FindNgram(Op):
     slots: Tensor
     """`[R]` int64, request slot of each row, or -1."""
     last: Tensor
-    """`[S, 3]` int32: p, m and n of the last copy; m is 0 without one."""
+    """`[S, 3]` int32: p, m and n of the last draft; m is 0 without one."""
     counts: Tensor
     """`[2, 33]` int32, trials and successes by match length; added to."""
     found: Tensor

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Add a copy to the drafter's lattice.
+"""Add an n-gram draft to the drafter's per-position candidates.
 
-Let w(m) be the probability that the next token of a copy is right after a match of m tokens. A node
-on the copy has the children
+Let w(m) be the probability that its next token is right after a match of m tokens. A node on the
+n-gram draft has the children
 
-    q'(x) = (1 - w) q(x) + w [x = c]            c: the copy's next token, w = w(m + depth)
+    q'(x) = (1 - w) q(x) + w [x = c]            c: the draft's next token, w = w(m + depth)
 
-and a node off it has the drafter's own row q(x). Beyond the lattice q is 0 and only the copy
-continues. One additional row per depth, `ngram_rows`, therefore suffices, for the nodes on the copy
-(the root is one); the lattice is unchanged. A copied token outside the lattice is an additional
-candidate. In a lattice with a row for each candidate above, q is 0 after such a token.
+and a node off it has the drafter's own row q(x). Beyond the drafted depth q is 0 and only the
+n-gram draft continues. One additional row per depth, `ngram_rows`, therefore suffices, for the
+nodes on it (the root is one); the candidates are unchanged. A token that is not one of them is an
+additional candidate. With a row for each candidate above, q is 0 after such a token.
 
 w = (successes + 16 prior) / (trials + 16), by `find_ngram`'s counts. Counts are halved when trials
 exceed 1,024, so w adapts to the traffic.
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bastion_kernels.draft.candidates import ReadsLattice
+from bastion_kernels.draft.candidates import ReadsCandidates
 from bastion_kernels.draft.find_ngram import LONGEST
 from bastion_kernels.op import public
 from bastion_kernels.triton_or_none import tl, triton
@@ -79,7 +79,7 @@ def _mix_kernel(
     stride_logprobs_m,
     stride_tokens_r,
     stride_places_r,
-    stride_copy_rows_r,
+    stride_ngram_rows_r,
     D: tl.constexpr,
     M: tl.constexpr,
     L: tl.constexpr,
@@ -107,7 +107,7 @@ def _mix_kernel(
         history += slot * stride_history_s + start
         tokens += i_r * stride_tokens_r
         places += i_r * stride_places_r
-        ngram_rows += i_r * stride_copy_rows_r
+        ngram_rows += i_r * stride_ngram_rows_r
         b_token = tl.load(history + o_l % period, mask=(o_l < L) & (match > 0), other=-1)
         tl.store(tokens + o_l, b_token, mask=o_l < L)
         place = tl.where(match > 0, M, -1)
@@ -123,7 +123,7 @@ def _mix_kernel(
                 w = (right + TRIALS * tl.load(priors + at)) / (trials + TRIALS)
                 path *= w
                 total += path
-                copied = tl.load(history + depth % period)
+                token = tl.load(history + depth % period)
                 m_m = (o_m < M) & (depth < D)
                 b_found = tl.load(
                     candidates + i_r * stride_candidates_r + depth * stride_candidates_d
@@ -131,7 +131,7 @@ def _mix_kernel(
                     mask=m_m,
                     other=-1,
                 )  # fmt: skip
-                here = tl.min(tl.where(m_m & (b_found == copied), o_m, M), 0)
+                here = tl.min(tl.where(m_m & (b_found == token), o_m, M), 0)
                 b_logprob = tl.load(
                     logprobs + i_r * stride_logprobs_r + depth * stride_logprobs_d
                     + state * stride_logprobs_p + o_m * stride_logprobs_m,
@@ -164,8 +164,8 @@ def _mix_kernel(
 
 
 @dataclass(slots=True)
-class MixNgram(ReadsLattice):
-    """Write the additional rows of a lattice for the copies of `find_ngram`; see the module."""
+class MixNgram(ReadsCandidates):
+    """Write the additional rows for the n-gram drafts of `find_ngram`; see the module."""
 
     history: Tensor
     """`[S, most tokens]` int32, the tokens of each slot's request."""
@@ -176,7 +176,7 @@ class MixNgram(ReadsLattice):
     found: Tensor
     """`[S]` int64 of `find_ngram`; reset to 0."""
     last: Tensor
-    """`[S, 3]` int32, written: the copy, for the next `find_ngram`."""
+    """`[S, 3]` int32, written: the n-gram draft, for the next `find_ngram`."""
     counts: Tensor
     """`[2, 33]` int32, trials and successes by match length; large counts are halved."""
     priors: Tensor
@@ -184,19 +184,19 @@ class MixNgram(ReadsLattice):
     arrived: Tensor
     """`[1]` int32, 0 before and after."""
     candidates: Tensor
-    """`[R, D, M]` int32 of the lattice, D may be 0."""
+    """`[R, D, M]` int32, D may be 0."""
     logprobs: Tensor
-    """`[R, D, P, M]` fp32 of the lattice, as in `expand_best_first`."""
+    """`[R, D, P, M]` fp32, as in `expand_best_first`."""
     tokens: Tensor
-    """`[R, L]` int32, written: the copy, -1 if there is none."""
+    """`[R, L]` int32, written: the n-gram draft, -1 if there is none."""
     places: Tensor
-    """`[R, L]` int32, written: the copied token's index among the candidates, M where it is
-    not one of them, -1 if there is no copy."""
+    """`[R, L]` int32, written: its token's index among the candidates, M where it is not one
+    of them, -1 if there is no n-gram draft."""
     ngram_rows: Tensor
-    """`[R, L, M + 1]` fp32, written for rows with a copy: log q' of each candidate, then of the
-    copied token if it is not one of them."""
+    """`[R, L, M + 1]` fp32, written for rows with one: log q' of each candidate, then of its
+    token if that is not one of them."""
     expected: Tensor
-    """`[S]` fp32, written: expected number of right tokens among the copy's L."""
+    """`[S]` fp32, written: expected number of right tokens among the draft's L."""
 
     def check(self) -> None:
         total, _ = self.history.shape
@@ -232,7 +232,7 @@ class MixNgram(ReadsLattice):
             counts=self.counts,
             priors=self.priors,
             arrived=self.arrived,
-            **self.lattice(),
+            **self.candidate_arguments(),
             tokens=self.tokens,
             places=self.places,
             ngram_rows=self.ngram_rows,
@@ -241,7 +241,7 @@ class MixNgram(ReadsLattice):
             stride_history_s=self.history.stride(0),
             stride_tokens_r=self.tokens.stride(0),
             stride_places_r=self.places.stride(0),
-            stride_copy_rows_r=self.ngram_rows.stride(0),
+            stride_ngram_rows_r=self.ngram_rows.stride(0),
             L=length,
             STATELESS=self.stateless,
             LONGEST=LONGEST,
