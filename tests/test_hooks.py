@@ -12,7 +12,8 @@ import pytest
 from vllm.platforms import current_platform
 
 from vllm_bastion import compat, hooks, plugin
-from vllm_bastion.hooks import HookError, wrap
+from vllm_bastion.hooks.hook import Hook
+from vllm_bastion.hooks.wrap import HookError, resolve, signature, wrap
 from vllm_bastion.versions import capabilities_of
 
 
@@ -26,28 +27,29 @@ def _registered() -> None:
 VERSIONS = [capabilities_of(version) for version in ("0.32", "0.33")]
 
 
-def accepted(hook: hooks.Hook) -> tuple[str, ...]:
+def accepted(hook: Hook) -> tuple[str, ...]:
     """The signatures the hook was written for, one per version of vLLM."""
     return tuple(version.signatures.get(hook.target, hook.expects) for version in VERSIONS)
 
 
 @pytest.mark.parametrize("hook", hooks.HOOKS, ids=lambda hook: hook.target.rpartition(":")[2])
-def test_vllm_still_has_the_hooked_symbol_as_expected(hook: hooks.Hook) -> None:
+def test_vllm_still_has_the_hooked_symbol_as_expected(hook: Hook) -> None:
     if current_platform.is_cpu():  # what the CPU worker does before it loads the runner
         importlib.import_module("vllm.v1.worker.cpu.shm")
-    _, _, attribute = hooks.resolve(hook.target)
+    _, _, attribute = resolve(hook.target)
     function = getattr(attribute, "fget", None) or getattr(attribute, "__func__", attribute)
     original = inspect.unwrap(function)
-    assert hooks.signature(original) == hook.signature(), f"vLLM's {hook.target} changed"
-    assert all((hook.why, hook.what, hook.upstream, hook.when))
+    assert signature(original) == hook.signature(), f"vLLM's {hook.target} changed"
+    assert hook.why
+    assert hook.when
 
 
 @pytest.mark.parametrize("hook", hooks.HOOKS, ids=lambda hook: hook.target.rpartition(":")[2])
-def test_wrapper_takes_the_original_and_its_arguments(hook: hooks.Hook) -> None:
+def test_wrapper_takes_the_original_and_its_arguments(hook: Hook) -> None:
     parameters = list(inspect.signature(hook.function()).parameters.values())
     assert parameters[0].name == "original"
-    for signature in accepted(hook):
-        expected = signature.strip("()").replace("=", "").split(", ")
+    for written_for in accepted(hook):
+        expected = written_for.strip("()").replace("=", "").split(", ")
         for given, name in zip(parameters[1:], expected, strict=False):
             variadic = given.kind in (given.VAR_POSITIONAL, given.VAR_KEYWORD)
             assert variadic or given.name == name
@@ -90,9 +92,7 @@ def _add_hundred(original: Any, *args: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize("name", ["method", "static", "made", "value"])
 def test_wrapping_keeps_the_kind_of_attribute(name: str, sample: type[Sample]) -> None:
     target = f"{__name__}:Sample.{name}"
-    assert not hooks.is_wrapped(target)
     wrap(target, _add_hundred)
-    assert hooks.is_wrapped(target)
     kind = type(inspect.getattr_static(Sample, name))
     assert type(inspect.getattr_static(sample, name)) is kind
     instance = sample()
@@ -111,7 +111,7 @@ def test_wrapping_twice_wraps_once(sample: type[Sample]) -> None:
     first = vars(sample)["method"]
     wrap(target, _add_hundred, expects="(self, a, b=)")
     assert vars(sample)["method"] is first
-    assert hooks.signature(first.__wrapped__) == "(self, a, b=)"
+    assert signature(first.__wrapped__) == "(self, a, b=)"
     assert sample().method(1) == 103
     with pytest.raises(HookError, match="already has the hook _add_hundred"):
         wrap(target, lambda original, *args: original(*args))
@@ -140,4 +140,4 @@ def test_a_hook_that_does_not_fit_disables_only_the_method(monkeypatch: pytest.M
     monkeypatch.setattr(hooks, "HOOKS", (*hooks.HOOKS, changed))
     hooks.apply_all()
     with pytest.raises(compat.UnsupportedVllmError, match="process_inputs"):
-        hooks.require_all()
+        compat.require()

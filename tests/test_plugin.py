@@ -17,17 +17,20 @@ from helpers import run_python, write_checkpoint
 from vllm_bastion import compat, hooks, plugin
 from vllm_bastion.cpu.build import is_cpu_build
 from vllm_bastion.hooks.hook import EVERY_PROCESS
+from vllm_bastion.hooks.wrap import resolve
 from vllm_bastion.logger import init_logger
 
 
 def test_registering_twice_leaves_the_same_objects() -> None:
     plugin.register()
     installed = [hook for hook in hooks.HOOKS if hook.when == EVERY_PROCESS]
-    first = [hooks.resolve(hook.target)[2] for hook in installed]
+    first = [resolve(hook.target)[2] for hook in installed]
     plugin.register()
-    second = [hooks.resolve(hook.target)[2] for hook in installed]
+    second = [resolve(hook.target)[2] for hook in installed]
     assert all(a is b for a, b in zip(first, second, strict=True))
-    assert all(hooks.is_wrapped(hook.target) for hook in installed)
+    for hook, attribute in zip(installed, first, strict=True):
+        function = getattr(attribute, "fget", None) or getattr(attribute, "__func__", attribute)
+        assert vars(function)["__bastion_wrapper__"] is hook.function()
     assert compat.enabled()
 
 

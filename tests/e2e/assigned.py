@@ -8,10 +8,12 @@ of them in running engines.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from vllm_bastion.hooks import HOOKS
-from vllm_bastion.hooks.hook import BASTION_WORKER, NATIVE_WORKER, Change
+from vllm_bastion.hooks.hook import BASTION_WORKER, EVERY_PROCESS, Hook
+
+NATIVE_WORKER = "every worker that runs Model Runner V2 on a CPU host without Triton"
 
 _DRAFTER = "vllm.model_executor.models.qwen3_dflash"
 _SAMPLE = "vllm.v1.worker.gpu.sample"
@@ -20,6 +22,25 @@ _BF16_PRODUCTS = "a CPU with bf16 vectors and without matrix registers, for a bf
 _CORE = 'the engine core of method "bastion"'
 _STEP = 'a step of an engine with method "bastion"'
 _INT8_DRAFTER = 'a CPU that multiplies int8, unless "bastion_drafter_weights" says otherwise'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One changed attribute of a module, a class or an object that is not ours."""
+
+    target: str
+    """`package.module:Class.attribute`; for an object, its class and the attribute."""
+    why: str
+    """What goes wrong without it."""
+    what: str
+    """What makes it, and what it does."""
+    upstream: str
+    """What would make it unnecessary."""
+    when: str
+    """Where it is made: a constant of `hooks.hook`, NATIVE_WORKER, or a narrower condition."""
+    on_instance: bool = False
+    """Whether objects are changed, and not the class or module itself."""
+
 
 _ATTRIBUTES = (
     Change(
@@ -32,9 +53,9 @@ _ATTRIBUTES = (
     Change(
         target="vllm.envs:environment_variables",
         why="vLLM warns about variables VLLM_* that it does not know",
-        what="`plugin` adds those of ours that are set",
+        what="`plugin` adds ours",
         upstream="plugins can register their variables",
-        when="every process in which one of our variables is set",
+        when=EVERY_PROCESS,
     ),
     Change(
         target="vllm.v1.worker.gpu_worker:HAS_TRITON",
@@ -140,18 +161,10 @@ _OBJECTS = (
         for layer in ("linear:LinearBase", "vocab_parallel_embedding:ParallelLMHead")
     ),
     Change(
-        target="torch.nn.parameter:Parameter.bastion_packed",
-        why="a head shares its weight with the embeddings, and would be packed twice",
-        what="`cpu.linear` notes the packed weight",
-        upstream="a product for few rows in vLLM",
-        when=_BF16_PRODUCTS,
-    ),
-    Change(
-        target="vllm.model_executor.layers.mamba.abstract:MambaBase.bastion_kept",
-        why="acceptance needs inputs of the forward pass",
-        what="`attention.gated_delta` gives each layer its buffers, and `hooks.gated_delta` sets "
-        "`num_spec` to 0",
-        upstream="a tree-capable recurrence",
+        target="vllm.model_executor.layers.mamba.abstract:MambaBase.num_spec",
+        why="the layer keeps N more inputs of the convolution",
+        what="`hooks.gated_delta` sets it to 0",
+        upstream="speculative methods say how many states they need",
         when="a target with gated delta layers",
     ),
     Change(
@@ -193,16 +206,16 @@ _OBJECTS = (
     Change(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.step_timing",
         why="on a CPU vLLM's event stubs measure nothing",
-        what="`calibration.measure` sets a collector that reads the host's clock",
+        what="`cpu.host` sets a collector that reads the host's clock",
         upstream="vLLM's collector does so",
         when="a CPU engine that measures its step costs",
     ),
     Change(
-        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.adaptive_verification",
-        why="calibration must verify exactly the trees that it makes",
-        what="`calibration.tree_steps` removes the manager and restores it",
-        upstream="vLLM's own warm-up does the same",
-        when="while step costs are measured",
+        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.speculator",
+        why="a CPU's host clock cannot tell the target's pass from the drafter's",
+        what="`engine.profile` removes the drafter and restores it",
+        upstream="a dummy run without the drafter",
+        when="while a CPU engine times the target's passes",
     ),
 )
 ASSIGNED = (*_ATTRIBUTES, *(replace(row, on_instance=True) for row in _OBJECTS))
@@ -233,5 +246,5 @@ def native_kernels() -> Iterator[Change]:
         )
 
 
-def every_change() -> tuple[Change, ...]:
+def every_change() -> tuple[Hook | Change, ...]:
     return (*HOOKS, *ASSIGNED, *native_kernels())

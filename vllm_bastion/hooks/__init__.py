@@ -9,22 +9,9 @@ and workers, and `engine_args` names them in the configuration.
 from __future__ import annotations
 
 from vllm_bastion import compat
-from vllm_bastion.hooks.hook import EVERY_PROCESS, Hook
+from vllm_bastion.hooks.hook import EVERY_PROCESS
 from vllm_bastion.hooks.table import ENTRY, HOOKS
-from vllm_bastion.hooks.wrap import HookError, is_wrapped, resolve, signature, wrap
-
-__all__ = [
-    "ENTRY",
-    "HOOKS",
-    "Hook",
-    "HookError",
-    "apply_all",
-    "is_wrapped",
-    "require_all",
-    "resolve",
-    "signature",
-    "wrap",
-]
+from vllm_bastion.hooks.wrap import wrap
 
 
 def apply_all(only_entry: bool = False) -> None:
@@ -39,20 +26,9 @@ def apply_all(only_entry: bool = False) -> None:
     if only_entry:
         wrap(ENTRY.target, ENTRY.function())
         return
-    for hook in _of_every_process():
-        try:
-            hook.install()
-        except Exception as error:
-            compat.disable(f"{error}; install a vLLM in the range {compat.SUPPORTED_VLLM}")
-
-
-def require_all() -> None:
-    """Raise unless the hooks of every process are in place in this one."""
-    missing = [hook.target for hook in _of_every_process() if not is_wrapped(hook.target)]
-    if missing:
-        compat.disable(f"the hook on {missing[0]} is not in place")
-    compat.require()
-
-
-def _of_every_process() -> list[Hook]:
-    return [hook for hook in HOOKS if hook.when == EVERY_PROCESS]
+    for hook in HOOKS:
+        if hook.when == EVERY_PROCESS:
+            try:
+                hook.install()
+            except Exception as error:
+                compat.disable(f"{error}; install a vLLM in the range {compat.SUPPORTED_VLLM}")

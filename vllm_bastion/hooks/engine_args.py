@@ -69,12 +69,10 @@ def create_speculative_config(
         return original(self, target_model_config, target_parallel_config)
     compat.require()
     # Imported late: these modules may not import on an unsupported vLLM.
-    from vllm_bastion import hooks
     from vllm_bastion.checkpoints.drafter_types import architectures_of, drafter_type_of
     from vllm_bastion.config import BastionSpeculativeConfig, default_nodes
     from vllm_bastion.validate import arguments, models
 
-    hooks.require_all()
     keys, target = _merged(self), target_model_config
     arguments.check_keys(keys)
     arguments.check_options(self, keys)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A row of the patch table: one thing outside of this package that it changes, and why."""
+"""A row of the patch table: one function of vLLM that is wrapped, and why."""
 
 from __future__ import annotations
 
@@ -11,41 +11,27 @@ from typing import Any
 from vllm_bastion.hooks.wrap import wrap
 from vllm_bastion.versions import capabilities
 
-# Where a change is made. Any other text in `Change.when` names a narrower condition.
+# Where a function is wrapped.
 EVERY_PROCESS = "every process that loads vLLM's plugins"
 BASTION_WORKER = 'every worker of an engine with method "bastion"'
 GATED_DELTA_WORKER = 'a worker of method "bastion" whose target has gated delta layers'
-NATIVE_WORKER = "every worker that runs Model Runner V2 on a CPU host without Triton"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
-    """One changed attribute of a module, a class or an object that is not ours."""
-
-    target: str
-    """`package.module:Class.attribute`; for an object, its class and the attribute."""
-    why: str
-    """What goes wrong without it."""
-    what: str
-    """What it does."""
-    upstream: str
-    """What would make it unnecessary."""
-    when: str
-    """Where it is made: one of the constants above, or a narrower condition."""
-    on_instance: bool = False
-    """Whether objects are changed, and not the class or module itself."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hook(Change):
+class Hook:
     """A function that `wrap` wraps in one of ours."""
 
+    target: str
+    """`package.module:Class.attribute` or `package.module:name`"""
     wrapper: str
     """`module:function` below vllm_bastion.hooks"""
     expects: str
     """The signature that the wrapper was written for, see `wrap.signature`. A module of
     `vllm_bastion.versions` may name another one for its version."""
+    why: str
+    """What goes wrong without it."""
     when: str = EVERY_PROCESS
+    """Where it is wrapped."""
 
     def function(self) -> Callable[..., Any]:
         """The wrapper itself."""

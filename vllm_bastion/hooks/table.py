@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The patch table: every function of vLLM that is wrapped, and why.
+"""The patch table: every function of vLLM that is wrapped, and what goes wrong without that.
 
-`hooks.apply_all` installs the rows of every process, and `hooks.worker` those of a worker. What is
-changed without a wrapper is listed in tests/e2e/assigned.py; tests/e2e/test_patch_table.py compares
-running engines with both.
+What a wrapper does is in its docstring. `hooks.apply_all` installs the rows of every process, and
+`hooks.worker` those of a worker. What is changed without a wrapper is listed in
+tests/e2e/assigned.py; tests/e2e/test_patch_table.py compares running engines with both.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ ENTRY = Hook(
     wrapper="engine_args:create_speculative_config",
     expects="(self, target_model_config, target_parallel_config)",
     why='the schema of SpeculativeConfig has neither method "bastion" nor its keys',
-    what="builds a BastionSpeculativeConfig, which vLLM treats as its drafter's method",
-    upstream="a registry of speculative methods",
 )
 
 HOOKS: tuple[Hook, ...] = (
@@ -28,43 +26,30 @@ HOOKS: tuple[Hook, ...] = (
         wrapper="engine_args:create_engine_config",
         expects="(self, usage_context=, headless=)",
         why="only the finished configuration shows what trees cannot serve",
-        what="refuses it in one sentence, and selects FlashAttention on a GPU by default",
-        upstream="a validation hook for plugins",
     ),
     Hook(
         target="vllm.engine.arg_utils:EngineArgs.add_cli_args",
         wrapper="engine_args:add_cli_args",
         expects="(parser)",
         why="the parser refuses --spec-method bastion",
-        what="adds it to the choices",
-        upstream="a registry of speculative methods",
     ),
     Hook(
         target="vllm.config.vllm:VllmConfig.num_lookahead_tokens",
         wrapper="engine_args:num_lookahead_tokens",
         expects="(self)",
         why="vLLM reserves N + 1 KV slots per request for a drafter that writes gamma + 1",
-        what="returns gamma + 1",
-        upstream="the property reads the speculative configuration",
     ),
     Hook(
         target="vllm.config.vllm:VllmConfig.use_v2_model_runner",
         wrapper="engine_args:use_v2_model_runner",
         expects="(self)",
         why="vLLM selects the V1 runner on a CPU host without a Triton back end",
-        what=(
-            "selects V2, whose kernels have CPU replacements; for other methods only with "
-            "VLLM_USE_V2_MODEL_RUNNER=1, which vLLM would refuse there"
-        ),
-        upstream="V2 without Triton on CPU hosts",
     ),
     Hook(
         target="vllm.config.vllm:VllmConfig._validate_v2_model_runner",
         wrapper="engine_args:validate_v2_model_runner",
         expects="(self)",
         why="it refuses V2 without Triton",
-        what="keeps its other checks",
-        upstream="V2 without Triton on CPU hosts",
     ),
     # requests in the front end
     Hook(
@@ -80,21 +65,12 @@ HOOKS: tuple[Hook, ...] = (
             "ends; vLLM does not read a request's own budget, and a session's turn may end inside "
             "a step"
         ),
-        what=(
-            'refuses such a request before it reaches the engine core, a "bastion_budget" that is '
-            "not a whole number from 0 to N, and sessions"
-        ),
-        upstream=(
-            "the same limits in SamplingParams.verify; a per-request number of speculative tokens"
-        ),
     ),
     Hook(
         target="vllm.sampling_params:SamplingParams._validate_spec_decode",
         wrapper="requests:validate_spec_decode",
         expects="(self, speculative_config)",
         why="it refuses min_p and logit_bias with any speculative decoding",
-        what="accepts them: a tree's rows are processed as plain decoding's are",
-        upstream="a property of the speculative method",
     ),
     # statistics
     Hook(
@@ -108,11 +84,6 @@ HOOKS: tuple[Hook, ...] = (
             "vLLM's statistics have no place for trees, and its plugins for loggers are loaded by "
             "the server only"
         ),
-        what=(
-            "adds our logger, which takes our sums out of the statistics, and makes vLLM's own "
-            "counters by position one per depth"
-        ),
-        upstream="statistics that know trees; logger plugins offline too",
     ),
     # Model Runner V2 on a CPU host
     Hook(
@@ -120,8 +91,6 @@ HOOKS: tuple[Hook, ...] = (
         wrapper="native:init_device",
         expects="(self)",
         why="no Triton back end launches V2's kernels on a CPU host",
-        what="installs native kernels before the runner is built",
-        upstream="V2 without Triton on CPU hosts",
     ),
     Hook(
         target="vllm.triton_utils.dispatcher:_rebind_kernels",
@@ -131,8 +100,6 @@ HOOKS: tuple[Hook, ...] = (
             "it calls vars() on every module's globals and breaks on llvmlite's library: on a CPU "
             "host no engine starts in a process that has imported Numba, as an earlier engine has"
         ),
-        what="gives llvmlite's library an empty __dict__ first",
-        upstream="a scan that ignores a __dict__ that is not a dict",
     ),
     # what models are built of
     Hook(
@@ -143,8 +110,6 @@ HOOKS: tuple[Hook, ...] = (
             "use_per_head_quant_scales=, attn_type=, num_heads=, has_sliding_window=)"
         ),
         why="no backend of vLLM takes a tree mask",
-        what="the target's layers get ours; the drafter's keep vLLM's",
-        upstream="a tree-capable backend",
         when=BASTION_WORKER,
     ),
     Hook(
@@ -155,11 +120,6 @@ HOOKS: tuple[Hook, ...] = (
             "on a CPU drafting is bound by the bandwidth of weights; without matrix registers, 17 "
             "rows take oneDNN 1.7 times as long as one"
         ),
-        what=(
-            "the drafter's layers multiply in int8 (`bastion_drafter_weights`); without matrix "
-            "registers, other layers use our bf16 product; a head reuses the memory of its logits"
-        ),
-        upstream="online int8 quantisation of a drafter on a CPU; a product for few rows",
         when=BASTION_WORKER,
     ),
     Hook(
@@ -167,8 +127,6 @@ HOOKS: tuple[Hook, ...] = (
         wrapper="layers:top_k",
         expects="(scores, k)",
         why="PyTorch's top-k of a vocabulary takes three times as long as ours on a CPU",
-        what="a drafter's candidates are ranked by ours there",
-        upstream="a faster top-k on a CPU",
         when=BASTION_WORKER,
     ),
     Hook(
@@ -176,8 +134,6 @@ HOOKS: tuple[Hook, ...] = (
         wrapper="layers:load_compiled",
         expects="(model, aot_compilation_path)",
         why="on a CPU the stored function has no `finalize_loading`, so every start compiles",
-        what="loads such a function, which is complete without it",
-        upstream="vLLM checks whether the function has it",
         when=BASTION_WORKER,
     ),
     # the model runner
@@ -186,8 +142,6 @@ HOOKS: tuple[Hook, ...] = (
         wrapper="runner:init_speculator",
         expects="(vllm_config, device, req_states)",
         why="the speculator is chosen by a closed if/elif over the methods",
-        what="builds the drafter's kind of BastionSpeculator",
-        upstream="a registry of speculators",
         when=BASTION_WORKER,
     ),
     Hook(
@@ -195,8 +149,6 @@ HOOKS: tuple[Hook, ...] = (
         wrapper="runner:init_model_state",
         expects="(vllm_config, model, encoder_cache, device)",
         why="the class follows from the model, not from the speculative method",
-        what="builds BastionModelState",
-        upstream="a registry of model states",
         when=BASTION_WORKER,
     ),
     Hook(
@@ -208,8 +160,6 @@ HOOKS: tuple[Hook, ...] = (
             "additional_attn_cg_support=, copy_admitted_drafts_to_host=)"
         ),
         why="vLLM's manager ranks positions of a chain by confidence",
-        what="builds TreeBudgetManager, which ranks the nodes of trees",
-        upstream="a way to name another manager",
         when=BASTION_WORKER,
     ),
     Hook(
@@ -217,8 +167,6 @@ HOOKS: tuple[Hook, ...] = (
         wrapper="runner:resolve_cudagraph_mode",
         expects="(mode, piecewise_capture_available)",
         why="it asserts FULL graphs; an eager engine, and every CPU engine, has none",
-        what="leaves such a mode as it is",
-        upstream="adaptive verification without graphs",
         when=BASTION_WORKER,
     ),
     Hook(
@@ -229,8 +177,6 @@ HOOKS: tuple[Hook, ...] = (
             "varlen_decode=, ubatch_runner=)"
         ),
         why="a FULL graph holds the tree kernel, which plain steps need not run",
-        what="builds BastionCudaGraphManager, which has graphs for plain steps too",
-        upstream="adaptive verification captures plain steps",
         when=BASTION_WORKER,
     ),
     Hook(
@@ -238,8 +184,6 @@ HOOKS: tuple[Hook, ...] = (
         wrapper="runner:structured_outputs_worker",
         expects="(max_num_logits, vocab_size, device, mask_stride)",
         why="a bitmask for N drafts per request is 10 GB at N = 512, 1024 requests and V = 152k",
-        what="builds SharedBitmask, which has at most 4096 rows",
-        upstream="a per-request number of speculative tokens",
         when=BASTION_WORKER,
     ),
     Hook(
@@ -254,8 +198,6 @@ HOOKS: tuple[Hook, ...] = (
             "a grammar may reject nodes of a tree that the worker already has; vLLM copies whole "
             "blocks, in which rows of the drafter may be missing until they are stored"
         ),
-        what="removes these nodes, and stores these rows, before the step",
-        upstream="draft tokens with parents",
         when=BASTION_WORKER,
     ),
     Hook(
@@ -265,8 +207,6 @@ HOOKS: tuple[Hook, ...] = (
         why=(
             "the engine core checks drafts against grammars, but does not know the drafts' parents"
         ),
-        what="sends parents with the tokens",
-        upstream="draft tokens with parents",
         when=BASTION_WORKER,
     ),
     Hook(
@@ -274,8 +214,6 @@ HOOKS: tuple[Hook, ...] = (
         wrapper="runner:set_active_loras",
         expects="(self, prompt_lora_mapping, token_lora_mapping, lora_requests, mapping_type=)",
         why="it maps scheduled rows to adapters; a trimmed step has fewer, and a logit per node",
-        what="maps the step's own rows and logits",
-        upstream="adaptive verification with LoRA",
         when=BASTION_WORKER,
     ),
     Hook(
@@ -286,11 +224,6 @@ HOOKS: tuple[Hook, ...] = (
             "only the worker knows how many nodes were verified; vLLM 0.33's warm-up sends "
             "bitmask rows for N drafts per request"
         ),
-        what=(
-            "attaches the counts, and whether steps draft, to the output for the scheduler; drops "
-            "the rows beyond 63 drafts"
-        ),
-        upstream="adaptive verification reports what it verified",
         when=BASTION_WORKER,
     ),
     # its warm-up
@@ -304,11 +237,6 @@ HOOKS: tuple[Hook, ...] = (
             "table. All of them verify N drafts at once, whose logits take more memory than any "
             "step served"
         ),
-        what=(
-            "warms up with as many drafts as fit the length, of as many requests as one step can "
-            "verify"
-        ),
-        upstream="bounds in `_warmup_kernels`",
         when=BASTION_WORKER,
     ),
     Hook(
@@ -316,8 +244,6 @@ HOOKS: tuple[Hook, ...] = (
         wrapper="warm_up:dummy_sampler_run",
         expects="(self, hidden_states)",
         why="vLLM profiles logits of one row for each request, and a step that verifies has more",
-        what="profiles the most logits that a step can have, in the model's type and in float32",
-        upstream="a profiling run with the rows of a verifying step",
         when=BASTION_WORKER,
     ),
     # gated delta layers
@@ -328,8 +254,6 @@ HOOKS: tuple[Hook, ...] = (
         why=(
             "it allocates a state for each of N draft tokens, and N more inputs of the convolution"
         ),
-        what="allocates one state per request",
-        upstream="speculative methods say how many states they need",
         when=GATED_DELTA_WORKER,
     ),
     Hook(
@@ -337,8 +261,6 @@ HOOKS: tuple[Hook, ...] = (
         wrapper="gated_delta:align_block_size",
         expects="(cls, vllm_config, backend_cls)",
         why="it makes attention's pages as large as a state with N more inputs",
-        what="counts the state as it is",
-        upstream="as above",
         when=GATED_DELTA_WORKER,
     ),
     Hook(
@@ -346,8 +268,6 @@ HOOKS: tuple[Hook, ...] = (
         wrapper="gated_delta:cpu_gdn_attention",
         expects="(layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out)",
         why="with one state per request it only serves rows without drafts",
-        what="runs trees and chains on our op, and leaves it the prompts",
-        upstream="a tree-capable recurrence",
         when=GATED_DELTA_WORKER,
     ),
     Hook(
@@ -357,8 +277,6 @@ HOOKS: tuple[Hook, ...] = (
         wrapper="gated_delta:forward_core",
         expects="(self, mixed_qkv, b, a, core_attn_out)",
         why="it treats drafts as a chain, and stores a state after each of them",
-        what="runs trees and chains on our op, and leaves it the prompts",
-        upstream="a tree-capable recurrence",
         when=GATED_DELTA_WORKER,
     ),
     Hook(
@@ -368,8 +286,6 @@ HOOKS: tuple[Hook, ...] = (
         wrapper="gated_delta:can_use_fused_decode",
         expects="(self, attn_metadata)",
         why="it selects a kernel for up to 8 states per request that bypasses _forward_core",
-        what="refuses it for a step with rows of trees or chains",
-        upstream="a tree-capable recurrence",
         when=GATED_DELTA_WORKER,
     ),
 )

@@ -64,11 +64,6 @@ def signature(function: Callable[..., Any]) -> str:
     return f"({', '.join(parts)})"
 
 
-def is_wrapped(target: str) -> bool:
-    """Whether `wrap` has wrapped `target`."""
-    return hasattr(_function(resolve(target)[2]), _MARK)
-
-
 def wrap(target: str, wrapper: Callable[..., Any], expects: str | None = None) -> None:
     """Replace `target` by `wrapper` around it; a second call with the same wrapper does nothing.
 
