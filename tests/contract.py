@@ -152,7 +152,7 @@ hooks/runner.py hooks/warm_up.py
       four times as many @body num_spec_steps = model_runner.num_speculative_steps … prompt_len
       = decode_query_len + 1 … decode_steps.append(([0], [use_spec_decode])) @beside 08e5ddcd
       4388dbad
-hooks/scheduler.py
+hooks/scheduler.py hooks/slots.py
   vllm.v1.engine.core:EngineCoreProc.run_engine_core @why data-parallel ranks of a dense model
       are engines of their own @body is_moe: … reconfigure_for_independent_dp_rank()
   SCHED.async_scheduler:AsyncScheduler._update_after_schedule @why a running request has its K

@@ -193,10 +193,24 @@ def test_placeholders_follow_k(kind: Any) -> None:
     core.requests["a"].spec_token_ids = [-1] * NODES
     schedule(core)
     assert len(core.requests["a"].spec_token_ids) == 31
-    core.state.num_drafts = 0
+    core.state.choice = core.state.choice._replace(num_drafts=0)
     core.requests["a"].spec_token_ids = [-1] * 31
     schedule(core)
     assert core.requests["a"].spec_token_ids == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_step_leaves_the_choice_of_the_one_before(kind: Any) -> None:
+    """The drafts that wait are those of the last step that ran, and so is their arm."""
+    core = new_core(kind, a=new_request())
+    schedule(core)
+    before = core.state.choice
+    assert before.arm == Arm.TREE
+    core.max_num_scheduled_tokens = 1  # no room for drafts
+    schedule(core, tokens=0)
+    assert core.state.choice == before
+    assert schedule(core, tokens=1).verified == Arm.TREE
+    assert core.state.choice.arm == Arm.PLAIN
 
 
 def test_a_full_cache_leaves_each_request_its_own_blocks() -> None:

@@ -9,30 +9,31 @@ request, and reports how many with the step's output. Grammars are in `hooks.gra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain, islice
 from time import perf_counter
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_bastion import envs
 from vllm_bastion.attached import StepPlan, StepReport
-from vllm_bastion.config import BastionSpeculativeConfig, request_budget
+from vllm_bastion.config import BastionSpeculativeConfig
 from vllm_bastion.hooks.grammar import GrammarScheduler, attach_plan
+from vllm_bastion.hooks.slots import (
+    UNREADY,
+    cut_placeholders,
+    most_in_cache,
+    most_in_step,
+    prompt_tokens,
+    waiting,
+    wants_drafts,
+)
 from vllm_bastion.hooks.telemetry import collect, log_whole_run, send
 from vllm_bastion.scheduler.gate import Arm, Gate
-from vllm_bastion.scheduler.state import LastStep, SchedulerState
+from vllm_bastion.scheduler.state import Choice, LastStep, SchedulerState
 
-# Requests that wait for something other than tokens and the KV cache.
-_UNREADY = (
-    RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
-    RequestStatus.WAITING_FOR_REMOTE_KVS,
-)
 # Steps for which requests that did not come in are believed to wait for the KV cache.
 _BLOCKED_FOR = 32
 
@@ -141,11 +142,14 @@ class TreeScheduler(GrammarScheduler):
         neither pads a new request to 1 + N rows nor lets it wait until there is room for them.
         """
         state = self.state
-        _cut_placeholders(self, state, self.settings)
-        waited = any(request.status not in _UNREADY for request in _waiting(self))
-        plan = _plan(self, state, self.settings)
-        self.dynamic_sd_lookup = Always(state.num_drafts)
+        cut_placeholders(self, state, self.settings)
+        waited = any(request.status not in UNREADY for request in waiting(self))
+        choice = _choose(self, state.gate, self.settings)
+        plan = _plan(self, state, choice)
+        self.dynamic_sd_lookup = Always(choice.num_drafts)
         output = super().schedule(throttle_prefills)
+        if output.total_num_scheduled_tokens:  # else the worker runs no step
+            state.choice = choice
         tokens_left = output.total_num_scheduled_tokens < self.max_num_scheduled_tokens
         state.blocked_for -= 1
         if output.scheduled_new_reqs:
@@ -226,137 +230,36 @@ def _arms(scheduler: Any, spec_config: BastionSpeculativeConfig) -> tuple[Arm, .
     return (Arm.PLAIN, *ngram, Arm.TREE)
 
 
-def _plan(scheduler: Any, state: SchedulerState, spec_config: BastionSpeculativeConfig) -> StepPlan:
-    """Decide what the step that is being scheduled ends with, and K."""
-    gate, verified, reason = state.gate, state.arm, state.reason
-    reqs = len(scheduler.running) + len(scheduler.waiting)
-    reqs = max(min(reqs, scheduler.max_num_running_reqs), 1)
-    arm, num_drafts = Arm.PLAIN, _most_in_step(scheduler, spec_config, reqs)
-    num_drafts = max(_most_in_cache(scheduler, num_drafts), default=num_drafts)
+def _choose(scheduler: Any, gate: Gate, spec_config: BastionSpeculativeConfig) -> Choice:
+    """What the step that is being scheduled ends with."""
+    reqs = _num_reqs(scheduler)
+    num_drafts = most_in_step(scheduler, spec_config, reqs)
+    num_drafts = max(most_in_cache(scheduler, num_drafts), default=num_drafts)
     room = scheduler.max_num_scheduled_tokens - reqs
-    prompts_wait = room <= 0 or _prompt_tokens(scheduler, room) >= room
-    if prompts_wait:
-        state.reason = "prompts wait"
-    elif not _wants_drafts(scheduler, spec_config):
-        state.reason = "no request can use drafts"
-    elif num_drafts == 0:
-        state.reason = "no room for drafts"
-    else:
-        arm, state.reason = gate.choose(reqs), gate.reason
-    state.arm, state.num_drafts = arm, 0 if arm == Arm.PLAIN else num_drafts
+    if room <= 0 or prompt_tokens(scheduler, room) >= room:
+        return Choice(Arm.PLAIN, "prompts wait", prompts_wait=True)
+    if not wants_drafts(scheduler, spec_config):
+        return Choice(Arm.PLAIN, "no request can use drafts")
+    if num_drafts == 0:
+        return Choice(Arm.PLAIN, "no room for drafts")
+    arm = gate.choose(reqs)
+    return Choice(arm, gate.reason, 0 if arm == Arm.PLAIN else num_drafts)
+
+
+def _plan(scheduler: Any, state: SchedulerState, choice: Choice) -> StepPlan:
+    """What the worker must know of a step that ends with `choice`."""
+    reqs, verified = _num_reqs(scheduler), state.choice
     return StepPlan(
-        arm=arm,
-        verified=verified,
-        reason=reason,
-        step_ms=gate.ms(verified, reqs),
-        ngram_tokens=gate.ngram_tokens(reqs),
-        prompts_wait=prompts_wait,
+        arm=choice.arm,
+        verified=verified.arm,
+        reason=verified.reason,
+        step_ms=state.gate.ms(verified.arm, reqs),
+        ngram_tokens=state.gate.ngram_tokens(reqs),
+        prompts_wait=choice.prompts_wait,
     )
 
 
-def _wants_drafts(scheduler: Any, spec_config: BastionSpeculativeConfig) -> bool:
-    """Whether a request may have nodes in the next step and emit more than one token there."""
-    most = spec_config.num_speculative_tokens
-    # Without running requests the first prompts are scheduled now.
-    return not scheduler.running or any(
-        request_budget(request.sampling_params, most) > 0
-        and request.max_tokens - request.num_output_tokens > 2
-        for request in scheduler.running
-    )
-
-
-def _most_in_step(scheduler: Any, spec_config: BastionSpeculativeConfig, reqs: int) -> int:
-    """As many nodes of each request as a step and the largest graph have room for.
-
-    A step beyond the largest graph takes several times as long on an H100.
-    """
-    most = spec_config.num_speculative_tokens
-    if spec_config.bastion_budget != "adaptive":
-        most = min(most, max(int(spec_config.bastion_budget), 1))
-    compilation = scheduler.vllm_config.compilation_config
-    rows = scheduler.max_num_scheduled_tokens
-    if compilation.cudagraph_mode.has_full_cudagraphs():
-        rows = min(rows, compilation.max_cudagraph_capture_size or rows)
-    return max(min(most, rows // reqs - 1), 0)
-
-
-def _most_in_cache(scheduler: Any, most: int) -> list[int]:
-    """Nodes of each running request, up to `most`, that the KV cache has room for.
-
-    Placeholders for which there are no blocks would preempt a request. Blocks that earlier ones
-    took stay with their request.
-    """
-    manager, running = scheduler.kv_cache_manager, scheduler.running
-    groups = manager.coordinator.single_type_managers
-    free = manager.block_pool.get_num_free_blocks()
-    share = free // max(len(groups) * len(running), 1)
-    beside = 1 + scheduler.num_lookahead_tokens
-    if all(group.block_size * share >= most + beside for group in groups):
-        return [most] * len(running)
-    limits = []
-    for request in running:
-        blocks = ((g.block_size, g.req_to_blocks.get(request.request_id, ())) for g in groups)
-        slots = min(size * (len(own) + share) for size, own in blocks)
-        limits.append(max(min(most, slots - request.num_computed_tokens - beside), 0))
-    return limits
-
-
-def _cut_placeholders(
-    scheduler: Any, state: SchedulerState, spec_config: BastionSpeculativeConfig
-) -> None:
-    """Cut each running request's placeholders, `spec_token_ids`, to what it can use."""
-    most, runs_ahead = state.num_drafts, isinstance(scheduler, AsyncScheduler)
-    if scheduler.running:
-        most = min(most, _most_in_step(scheduler, spec_config, len(scheduler.running)))
-    for request, in_cache in zip(scheduler.running, _most_in_cache(scheduler, most), strict=True):
-        count = len(request.spec_token_ids)
-        if not count:
-            continue
-        limit = min(count, in_cache, request_budget(request.sampling_params, most))
-        if request.use_structured_output:
-            limit = min(limit, spec_config.max_grammar_tokens)
-        if runs_ahead:
-            limit = min(limit, _most_near_the_end(request, scheduler.max_model_len))
-        if limit < count:
-            # Make a new list: with async scheduling all requests share one list of placeholders.
-            request.spec_token_ids = request.spec_token_ids[:limit]
-
-
-def _most_near_the_end(request: Any, max_model_len: int) -> int:
-    """Most placeholders of a request that leave its next step as many positions.
-
-    vLLM counts each placeholder as a position. A step that may fill the model's length would leave
-    none, and with async scheduling the next step would have to wait for its output.
-    """
-    known: int = request.num_computed_tokens - request.num_output_placeholders
-    return max((max_model_len - known) // 2 - 1, 0)
-
-
-def _prompt_tokens(scheduler: Any, limit: int) -> int:
-    """Tokens that prompts could use next beside one of each request, counted up to `limit`."""
-    most = scheduler.scheduler_config.long_prefill_token_threshold or limit
-    left = (
-        request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
-        for request in scheduler.running
-        if not request.spec_token_ids
-    )
-    # One in plain decoding; none, or fewer, while a step is in flight.
-    tokens = sum(min(max(tokens - 1, 0), most) for tokens in left)
-    for request in _waiting(scheduler):
-        if tokens >= limit:
-            break
-        # vLLM looks whether an unready one has become ready only while tokens are left.
-        rows = 1 if request.status in _UNREADY else request.num_tokens - request.num_computed_tokens
-        tokens += min(rows, most)
-    return tokens
-
-
-def _waiting(scheduler: Any) -> Iterator[Any]:
-    """Requests that may come in, in the order in which vLLM's scheduler takes them."""
-    state = scheduler.state
-    running = len(scheduler.running)
-    if state.blocked_for > 0 and state.blocked_at is not None and running >= state.blocked_at:
-        return iter(())
-    seats = scheduler.max_num_active_reqs - running
-    others = scheduler.waiting if scheduler.pause_state == PauseState.UNPAUSED else ()
-    return islice(chain(scheduler.kv_holding_waiting, others), max(seats, 0))
+def _num_reqs(scheduler: Any) -> int:
+    """Requests of the next step, with those that wait."""
+    reqs = len(scheduler.running) + len(scheduler.waiting)
+    return max(min(reqs, scheduler.max_num_running_reqs), 1)

@@ -4,9 +4,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm_bastion.scheduler.gate import Arm, Gate
 from vllm_bastion.telemetry.collector import Collector
+
+
+class Choice(NamedTuple):
+    """What a step ends with."""
+
+    arm: Arm = Arm.PLAIN
+    reason: str = "not measured yet"
+    """Why: a label of metrics."""
+    num_drafts: int = 0
+    """K, the draft slots of each request in the step after it."""
+    prompts_wait: bool = False
+    """Whether nothing is drafted because prompts fill the next step."""
 
 
 @dataclass
@@ -27,12 +40,8 @@ class SchedulerState:
 
     gate: Gate
     """Decides what steps end with."""
-    num_drafts: int = 0
-    """K, the placeholders of each request in the step that is scheduled next."""
-    arm: Arm = Arm.PLAIN
-    """What the step that was scheduled last ends with."""
-    reason: str = "not measured yet"
-    """Why: a label of metrics."""
+    choice: Choice = field(default_factory=Choice)
+    """That of the step that was scheduled last."""
     last: LastStep = field(default_factory=LastStep)
     """The step whose output has arrived last."""
     blocked_at: int | None = None
