@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any, NamedTuple, TypeVar
 
 import pytest
@@ -59,6 +60,14 @@ def refuses(match: str, run: Callable[..., Any], *given: Any, **named: Any) -> N
     """Assert that a call raises, and that the message says why."""
     with pytest.raises((TypeError, ValueError), match=match):
         run(*given, **named)
+
+
+def names_wrong_arguments(op: Any, *given: Any) -> None:
+    """Assert that an op names each tensor that has another type."""
+    for at, (field, value) in enumerate(zip(fields(op._arguments), given, strict=False)):
+        if isinstance(value, Tensor):
+            wrong = value.to(torch.complex64)
+            refuses(f"{op.__name__}: {field.name} ", op, *given[:at], wrong, *given[at + 1 :])
 
 
 @contextmanager

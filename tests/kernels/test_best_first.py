@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_helpers import assert_same, call, lattice, poisoned_trees, prefixes, refuses, runs, versions
+from op_helpers import assert_same, call, lattice, poisoned_trees, prefixes, runs, versions
 from torch import Tensor
 
 from bastion_kernels import expand_best_first
@@ -220,15 +220,3 @@ def test_strided_inputs(run, made: Made) -> None:
     logprobs = torch.stack([logprobs, logprobs.neg()], dim=-1)[..., 0]
     assert not tokens.is_contiguous() and not logprobs.is_contiguous()
     same(run, tokens, logprobs, 4, 20)
-
-
-def test_wrong_arguments_are_named() -> None:
-    tokens, logprobs = transitions(1, 2, 3, torch.Generator().manual_seed(8))
-    slots = torch.zeros(1, dtype=torch.int64)
-    out, run = poisoned_trees(1, 1, 4), expand_best_first
-    refuses(r"logprobs must be torch\.float32", run, tokens, logprobs.double(), 2, slots, *out)
-    refuses(r"shape .*, got \[1, 2, 3\]", run, tokens, logprobs[:, :, 0], 2, slots, *out)
-    refuses("P is 1 or M = 3, got 2", run, tokens, logprobs[:, :, :2], 2, slots, *out)
-    refuses(r"slots must have shape \[1\]", run, tokens, logprobs, 2, slots.repeat(2), *out)
-    refuses("top_k >= 1", run, tokens, logprobs, 0, slots, *out)
-    refuses("N <= 4096", run, tokens, logprobs, 2, slots, *poisoned_trees(1, 1, 5000))

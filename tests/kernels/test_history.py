@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_helpers import assert_same, call, poisoned, random_parents, refuses, runs, versions
+from op_helpers import assert_same, call, poisoned, random_parents, runs, versions
 
 from bastion_kernels import ancestor_tokens, mask_bad_words, penalise_ancestors
 from tests import references
@@ -130,13 +130,3 @@ def test_bad_words_end_output_and_ancestors(run) -> None:
         masked += int(expected.isinf().sum())
         assert_same(logits, expected)
     assert masked > 50
-
-
-def test_wrong_arguments_are_named() -> None:
-    tokens = torch.zeros(4, DEPTH, dtype=torch.int64)
-    depths, parents = torch.zeros(4, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
-    rows, ones = torch.zeros(4, dtype=torch.int64), torch.ones(2)
-    given = rows, parents, rows, rows[:3], tokens, depths
-    refuses(r"nodes must have shape \[4\], got \[3\]", ancestor_tokens, *given)
-    given = tokens, ones, tokens, rows, ones, ones, ones, parents
-    refuses(r"logits must be torch\.float32", penalise_ancestors, *given)

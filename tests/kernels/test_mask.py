@@ -12,7 +12,6 @@ from op_helpers import (
     depths_of,
     poisoned,
     random_parents,
-    refuses,
     runs,
     shaped_parents,
     versions,
@@ -112,14 +111,3 @@ def test_nothing_to_do() -> None:
         call(run, none, parents, none, one, one, none.clone())
     for run in versions(ancestor_bits.triton, ancestor_bits.cpu):
         assert mask(run, parents, none).eq(POISON).all()
-
-
-def test_wrong_arguments_are_named() -> None:
-    parents, slots = torch.zeros(2, 32, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
-    out, ends = torch.zeros(2, 33, 1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    refuses(
-        r"out must have shape \[2, 33, 2\], got \[2, 33, 1\]", ancestor_bits, parents, slots, out
-    )
-    rest, wide = (parents, slots, ends, ends), torch.zeros(8, dtype=torch.int64)
-    refuses(r"positions must be torch\.int64", tree_positions, ends, *rest, ends)
-    refuses("positions must be contiguous", tree_positions, wide[::2], *rest, wide[:4])

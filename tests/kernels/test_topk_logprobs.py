@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_helpers import assert_same, call, poisoned, refuses, runs, versions
+from op_helpers import assert_same, call, poisoned, runs, versions
 from torch import Tensor
 
 from bastion_kernels import merge_topk, topk_logprobs, topk_partial
@@ -174,11 +174,3 @@ def test_sharded_vocabulary_gives_the_same(shards: int, partial: Any, merge: Any
 @runs(topk_logprobs)
 def test_no_rows(run) -> None:
     assert top(run, torch.zeros(0, 9), 2)[0].shape == (0, 2)
-
-
-def test_wrong_arguments_are_named() -> None:
-    logits, tokens, logprobs = torch.zeros(2, 5), torch.zeros(2, 6).int(), torch.zeros(2, 6)
-    none, five = (tokens[:, :0], logprobs[:, :0]), (tokens[:, :5], logprobs[:, :5])
-    refuses("k must be at most 5", topk_logprobs, logits, 6, tokens, logprobs)
-    refuses(r"k must be in 1\.\.1024, got 0", topk_logprobs, logits, 0, *none)
-    refuses("logits must be", topk_logprobs, logits.int(), 5, *five)
