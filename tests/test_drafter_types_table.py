@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of drafters: what is served and what is refused."""
+"""The types of drafters: what is served and what is refused."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ if not torch.cuda.is_available():
     import vllm.v1.worker.cpu.shm  # noqa: F401
 
 from helpers import engine_config, is_refused, write_checkpoint
-from vllm_bastion.checkpoints.drafter_types import KINDS, candidates_of, drafter_type_of, gamma_of
+from vllm_bastion.checkpoints.drafter_types import (
+    DRAFTER_TYPES,
+    candidates_of,
+    drafter_type_of,
+    gamma_of,
+)
 from vllm_bastion.validate.models import DRAFTER_NAMES
 
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
-# One architecture of each kind -> the speculator of vLLM that ours extends
+# One architecture of each type -> the speculator of vLLM that ours extends
 EXTENDS = {
     "DFlashDraftModel": f"{_SPECULATORS}.dflash.speculator:DFlashSpeculator",
     "MuseGlimmerAssistantModel": f"{_SPECULATORS}.dflash.speculator:DFlashSpeculator",
@@ -33,10 +38,13 @@ EXTENDS = {
 
 @pytest.mark.parametrize("architecture", EXTENDS)
 def test_each_kind_runs_vllms_own_speculator(architecture: str) -> None:
-    kind = drafter_type_of([architecture])
-    assert kind is not None
-    theirs, ours = resolve_name(EXTENDS[architecture]), resolve_name(kind.speculator)
-    tree, base = resolve_name(KINDS[0].speculator), resolve_name(EXTENDS["DFlashDraftModel"])
+    drafter_type = drafter_type_of([architecture])
+    assert drafter_type is not None
+    theirs, ours = resolve_name(EXTENDS[architecture]), resolve_name(drafter_type.speculator)
+    tree, base = (
+        resolve_name(DRAFTER_TYPES[0].speculator),
+        resolve_name(EXTENDS["DFlashDraftModel"]),
+    )
     order = ours.__mro__
     assert order.index(tree) < order.index(theirs) <= order.index(base)
 
@@ -47,7 +55,7 @@ def test_each_kind_runs_vllms_own_speculator(architecture: str) -> None:
 def test_a_checkpoint_of_several_kinds_is_none() -> None:
     assert drafter_type_of([]) is None
     assert drafter_type_of(["DFlashDraftModel", "DFlash2DraftModel"]) is None
-    assert drafter_type_of(["DFlashDraftModel", "DFlashQwen3ForCausalLM"]) is KINDS[0]
+    assert drafter_type_of(["DFlashDraftModel", "DFlashQwen3ForCausalLM"]) is DRAFTER_TYPES[0]
 
 
 def config(architecture: str, **settings: Any) -> Any:

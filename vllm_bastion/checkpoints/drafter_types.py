@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of drafters that trees are grown from, by the architecture in their checkpoint.
+"""The types of drafters that trees are grown from, by the architecture in their checkpoint.
 
 All of them have DFlash's backbone. They differ in what scores a candidate: its probability at its
 position or, with a head over the best candidates of every position, its score after each candidate
 of the position before.
 
-To add a kind, write its speculator in `vllm_bastion/drafters` and add its row to `KINDS`.
+To add a type, write its speculator in `vllm_bastion/drafters` and add its row to `DRAFTER_TYPES`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from vllm_bastion.checkpoints.rules import Rule
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A kind of drafter."""
+class DrafterType:
+    """A type of drafter."""
 
     name: str
     """The name that users know."""
@@ -31,7 +31,7 @@ class Kind:
     gamma: Rule
     """Positions that it drafts."""
     candidates: Rule = lambda config: None
-    """Candidates of each position that its head scores; None for a kind without a head."""
+    """Candidates of each position that its head scores; None for a type without a head."""
     candidates_key: str | None = None
     """Their key in `dflash_config`; such a head needs the target's whole vocabulary."""
     needs: str = "dflash_config"
@@ -41,22 +41,22 @@ class Kind:
 
 
 _DRAFTERS = "vllm_bastion.drafters"
-KINDS = (
-    Kind(
+DRAFTER_TYPES = (
+    DrafterType(
         "DFlash",
         frozenset({"DFlashDraftModel", "DFlashQwen3ForCausalLM"}),
         f"{_DRAFTERS}.dflash:BastionSpeculator",
         gamma=rules.after_anchor,
     ),
     # The same model in vLLM, with its settings in no dflash_config.
-    Kind(
+    DrafterType(
         "Muse Glimmer's assistant",
         frozenset({"MuseGlimmerAssistantModel", "DFlashMuseGlimmerAssistantModel"}),
         f"{_DRAFTERS}.dflash:BastionSpeculator",
         gamma=rules.after_anchor,
         needs="block_size",
     ),
-    Kind(
+    DrafterType(
         "DFlash2",
         frozenset({"DFlash2DraftModel"}),
         f"{_DRAFTERS}.candidate_heads:BastionDFlash2",
@@ -64,7 +64,7 @@ KINDS = (
         candidates=rules.from_dflash_config("selector_top_k"),
         candidates_key="selector_top_k",
     ),
-    Kind(
+    DrafterType(
         "LiLiCorr",
         frozenset({"LiLiCorrDraftModel"}),
         f"{_DRAFTERS}.candidate_heads:BastionLiLiCorr",
@@ -72,7 +72,7 @@ KINDS = (
         candidates=rules.from_dflash_config("lilicorr_candidate_topk"),
         candidates_key="lilicorr_candidate_topk",
     ),
-    Kind(
+    DrafterType(
         "DSpark for Qwen3",
         frozenset({"Qwen3DSparkModel"}),
         f"{_DRAFTERS}.dspark:BastionDSpark",
@@ -93,27 +93,27 @@ def architectures_of(config: Any) -> list[str]:
     return names
 
 
-def drafter_type_of(architectures: Sequence[str] | None) -> Kind | None:
-    """The one kind that all of a checkpoint's architectures belong to.
+def drafter_type_of(architectures: Sequence[str] | None) -> DrafterType | None:
+    """The one type that all of a checkpoint's architectures belong to.
 
-    vLLM loads a checkpoint by any of its architectures that it knows, so a mix of kinds is refused.
+    vLLM loads a checkpoint by any of its architectures that it knows, so a mix of types is refused.
     """
-    for kind in KINDS:
-        if architectures and kind.architectures.issuperset(architectures):
-            return kind
+    for drafter_type in DRAFTER_TYPES:
+        if architectures and drafter_type.architectures.issuperset(architectures):
+            return drafter_type
     return None
 
 
 def gamma_of(config: Any) -> int | None:
     """Positions that a drafter drafts, by its Hugging Face config; None if it does not say."""
-    kind = drafter_type_of(architectures_of(config))
-    return None if kind is None else kind.gamma(config)
+    drafter_type = drafter_type_of(architectures_of(config))
+    return None if drafter_type is None else drafter_type.gamma(config)
 
 
 def candidates_of(config: Any) -> int | None:
     """Candidates of each position that a drafter's head scores; None for one without a head."""
-    kind = drafter_type_of(architectures_of(config))
-    return None if kind is None else kind.candidates(config)
+    drafter_type = drafter_type_of(architectures_of(config))
+    return None if drafter_type is None else drafter_type.candidates(config)
 
 
 def restore_settings(config: Any, model: str, revision: str | None) -> None:

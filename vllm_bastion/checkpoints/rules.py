@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Hugging Face config of a drafter's checkpoint says, by type of drafter; see `kinds`."""
+"""What the Hugging Face config of a drafter's checkpoint says, by `drafter_types`."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The speculators that propose trees, one file for each kind in `checkpoints.drafter_types`."""
+"""The speculators that propose trees, one file for each type in `checkpoints.drafter_types`."""

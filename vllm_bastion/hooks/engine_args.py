@@ -81,15 +81,15 @@ def create_speculative_config(
     drafter = _drafter_config(keys, target)
     models.check_drafter(drafter, keys, target)
     models.check_hidden_states(target)
-    kind = drafter_type_of(architectures_of(drafter))
-    assert kind is not None
+    drafter_type = drafter_type_of(architectures_of(drafter))
+    assert drafter_type is not None
     if "num_speculative_tokens" not in keys:
         limit = self.max_num_batched_tokens or target.max_model_len
         keys["num_speculative_tokens"] = default_nodes(
             keys, drafter, min(target.max_model_len, limit)
         )
     config = BastionSpeculativeConfig(
-        **(keys | {"method": kind.method}),
+        **(keys | {"method": drafter_type.method}),
         target_model_config=target,
         target_parallel_config=target_parallel_config,
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_bastion.checkpoints.drafter_types import KINDS
+from vllm_bastion.checkpoints.drafter_types import DRAFTER_TYPES
 from vllm_bastion.config import BastionSpeculativeConfig, bastion_config
 from vllm_bastion.platform import current_host
 
@@ -33,7 +33,7 @@ def _builds_drafter() -> bool:
     """Whether the model that is being built is a drafter: vLLM builds them under these tags."""
     from vllm.compilation import backends
 
-    return backends.model_tag in {f"{kind.method}_head" for kind in KINDS}
+    return backends.model_tag in {f"{drafter_type.method}_head" for drafter_type in DRAFTER_TYPES}
 
 
 def cpu_product(original: Callable[..., Any], layer: Any, remove_weight: bool) -> Any:

@@ -24,15 +24,15 @@ from vllm_bastion.hooks.layers import current_config
 def init_speculator(
     original: Callable[..., Any], vllm_config: Any, device: Any, req_states: Any
 ) -> Any:
-    """BastionSpeculator, or the one for the drafter's kind, in place of vLLM's."""
+    """BastionSpeculator, or the one for the drafter's type, in place of vLLM's."""
     from vllm_bastion.engine.runtime import make_runtime
 
     spec_config = bastion_config(vllm_config)
     if spec_config is None:
         return original(vllm_config, device, req_states)
-    kind = drafter_type_of(spec_config.draft_model_config.architectures)
-    assert kind is not None  # checked by the validation
-    speculator = resolve_name(kind.speculator)
+    drafter_type = drafter_type_of(spec_config.draft_model_config.architectures)
+    assert drafter_type is not None  # checked by the validation
+    speculator = resolve_name(drafter_type.speculator)
     return speculator(make_runtime(vllm_config, device), vllm_config, device, req_states)
 
 

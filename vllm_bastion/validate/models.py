@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_bastion.checkpoints import rules
 from vllm_bastion.checkpoints.drafter_types import (
-    KINDS,
+    DRAFTER_TYPES,
     architectures_of,
     drafter_type_of,
     refused_type,
@@ -29,7 +29,7 @@ _GATED_DELTA = (
     "Qwen3_5MoeForConditionalGeneration",
 )
 # The types of drafters, as users know them.
-DRAFTER_NAMES = ", ".join(kind.name for kind in KINDS)
+DRAFTER_NAMES = ", ".join(drafter_type.name for drafter_type in DRAFTER_TYPES)
 
 
 _WANTED = {
@@ -41,15 +41,15 @@ _WANTED = {
 
 def check_target(model: Any) -> None:
     """Refuse a target model that a tree cannot be verified on."""
-    kind = drafter_type_of(architectures_of(model.hf_config))
-    if kind is not None:
+    drafter_type = drafter_type_of(architectures_of(model.hf_config))
+    if drafter_type is not None:
         raise BastionConfigError(
-            f'"{model.model}", given as the target, is a drafter ({kind.name}): exchange the two, '
-            'the target is the model that is served and the drafter the "model" in '
-            "speculative_config"
+            f'"{model.model}", given as the target, is a drafter ({drafter_type.name}): '
+            "exchange the two, the target is the model that is served and the drafter the "
+            '"model" in speculative_config'
         )
-    kinds = set(getattr(model.hf_text_config, "layer_types", None) or ())
-    hybrid = model.is_hybrid and "linear_attention" in kinds
+    layer_types = set(getattr(model.hf_text_config, "layer_types", None) or ())
+    hybrid = model.is_hybrid and "linear_attention" in layer_types
     causes = {
         "is a pooling model": model.runner_type != "generate",
         "is an encoder-decoder": model.is_encoder_decoder,
@@ -61,7 +61,8 @@ def check_target(model: Any) -> None:
         "has gated delta networks, which take trees on CPU hosts and NVIDIA GPUs only": hybrid
         and not current_host().serves_gated_delta(),
         "uses multi-head latent attention": model.use_mla,
-        "has chunked local attention": model.attention_chunk_size or "chunked_attention" in kinds,
+        "has chunked local attention": model.attention_chunk_size
+        or "chunked_attention" in layer_types,
         "keeps its prompt beside a sliding window (R-SWA)": model.rswa_window,
         "uses ALiBi": model.uses_alibi,
     }
@@ -119,19 +120,19 @@ def check_drafter(drafter: Any, keys: dict[str, Any], target: Any) -> None:
     """
     name = keys["model"]
     architectures = architectures_of(drafter)
-    kind = drafter_type_of(architectures)
-    if kind is None:
+    drafter_type = drafter_type_of(architectures)
+    if drafter_type is None:
         raise _not_served(name, f"of type {'+'.join(architectures) or drafter.model_type}")
-    gamma, needed = kind.gamma(drafter), getattr(drafter, kind.needs, None)
+    gamma, needed = drafter_type.gamma(drafter), getattr(drafter, drafter_type.needs, None)
     if not needed or gamma is None or gamma < 1:
-        key = "block_size" if needed else kind.needs
+        key = "block_size" if needed else drafter_type.needs
         raise BastionConfigError(
             f'the config of drafter "{name}" has "{key}": {getattr(drafter, key, None)!r}, where a '
-            f"{kind.name} checkpoint has {_WANTED[key]}: use a complete checkpoint"
+            f"{drafter_type.name} checkpoint has {_WANTED[key]}: use a complete checkpoint"
         )
-    vocab, whole = target.get_vocab_size(), kind.candidates_key is not None
+    vocab, whole = target.get_vocab_size(), drafter_type.candidates_key is not None
     refusal = (
-        rules.refused_settings(drafter, name, kind.candidates_key)
+        rules.refused_settings(drafter, name, drafter_type.candidates_key)
         or rules.refused_vocabulary(drafter, name, vocab, whole)
         or misfit(drafter, name, keys.get("revision"), target.get_hidden_size(), vocab)
     )
