@@ -163,13 +163,6 @@ class Host:
         values, indices = by(scores, k)
         return values, indices
 
-    def sample(self, *args: Any, **kwargs: Any) -> Tensor:
-        """vLLM's ``gumbel_sample``: a token for every row of logits."""
-        from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
-
-        tokens: Tensor = gumbel_sample(*args, **kwargs)
-        return tokens
-
     def accept(
         self,
         logits: Tensor,
@@ -221,7 +214,7 @@ class Host:
         """
         raise AssertionError("a GPU runs a layer's ops one after the other")
 
-    # ---- calibration --------------------------------------------------------------------
+    # ---- the profile at the start ---------------------------------------------------------
 
     def prepare_timing(self, runner: Any) -> None:
         """Make vLLM's step timings of a ``GPUModelRunner`` usable on this host."""

@@ -79,7 +79,7 @@ def scores(
     """What vLLM takes the maximum of, [V]: after penalties, temperature, filters and noise."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
-    from vllm_bastion.cpu.noise import gumbel_noise
+    from vllm_bastion.cpu.noise import gumbel_row
 
     vocab = len(logits)
     allowed = given.get("allowed_token_ids")
@@ -105,6 +105,5 @@ def scores(
     top_k = torch.tensor([given["top_k"]]) if given.get("top_k", -1) > 0 else None
     top_p = torch.tensor([given["top_p"]]) if given.get("top_p", 1) < 1 else None
     logits = apply_top_k_top_p_pytorch(logits[None], top_k, top_p, allow_cpu_sync=True)[0]
-    seed = torch.tensor([given["seed"] + index % given.get("n", 1)])
-    position = torch.tensor([len(prompt) + len(made) - 1])
-    return logits + gumbel_noise(seed, position, vocab)[0]
+    seed, position = given["seed"] + index % given.get("n", 1), len(prompt) + len(made) - 1
+    return logits + torch.from_numpy(gumbel_row(seed, position, vocab))

@@ -110,11 +110,6 @@ class CpuHost(Host):
         indices = tokens.long()
         return scores.gather(1, indices), indices
 
-    def sample(self, *args: Any, **kwargs: Any) -> Tensor:
-        from vllm_bastion.cpu.noise import gumbel_sample_on_host
-
-        return gumbel_sample_on_host(*args, **kwargs)
-
     def accept(
         self,
         logits: Tensor,
@@ -126,26 +121,32 @@ class CpuHost(Host):
         is_argmax: Callable[[], bool],
     ) -> Tensor:
         """Draw tokens only at the rows on the walk: each draw costs time here."""
-        from bastion_kernels import accept_path
-        from bastion_kernels.cpu.walk import GREEDY_DTYPES, accept_greedily, accept_lazily
+        from bastion_kernels.cpu.walk import accept_lazily
 
         if every_row:
-            processed, tokens = draw(None)
-            accept_path(tokens, *walk)
-            return processed
-        if logits.dtype in GREEDY_DTYPES and is_argmax():
-            accept_greedily(logits, *walk)
+            return super().accept(
+                logits,
+                draw,
+                walk,
+                every_row=every_row,
+                keep_processed=keep_processed,
+                is_argmax=is_argmax,
+            )
+        if is_argmax():
+            # NumPy's argmax is the first one, as vLLM's; PyTorch's takes twice as long.
+            accept_lazily(
+                lambda rows: torch.from_numpy(logits[rows].float().numpy().argmax(1)), *walk
+            )
             return logits
-        if not keep_processed:
-            accept_lazily(lambda rows: draw(rows)[1], *walk)
-            return logits
-        processed = torch.empty_like(logits, dtype=torch.float32)
+        processed = torch.empty_like(logits, dtype=torch.float32) if keep_processed else logits
 
-        def draw_and_keep(rows: Tensor) -> Tensor:
-            processed[rows], tokens = draw(rows)
+        def draw_rows(rows: Tensor) -> Tensor:
+            scores, tokens = draw(rows)
+            if keep_processed:
+                processed[rows] = scores
             return tokens
 
-        accept_lazily(draw_and_keep, *walk)
+        accept_lazily(draw_rows, *walk)
         return processed
 
     def run_gated_delta(self, *args: Any) -> None:
@@ -153,7 +154,7 @@ class CpuHost(Host):
 
         gated_delta.run(*args)
 
-    # ---- calibration --------------------------------------------------------------------
+    # ---- the profile at the start ---------------------------------------------------------
 
     def prepare_timing(self, runner: Any) -> None:
         from vllm_bastion.cpu.timing import HostStepTimingCollector

@@ -8,24 +8,16 @@ are NumPy's, as in Triton's interpreter: another library's may differ in the las
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
 import numpy as np
-import torch
 
 from bastion_kernels.cpu.cache import njit
-from bastion_kernels.cpu.scratch import scratch
 
 _U32 = np.uint32
 # Makes a drafter's noise independent of the target's; vLLM's `_DRAFT_NOISE_SALT`.
 DRAFT_SALT = 1 << 30
 _FP64_DOMAIN = 0x9E3779B9  # of the second hash of an fp64 draw
-# Bounds on the noise of any draw, as u >= 2**-33 and 1 - u >= 2**-24.
-_MAX_NOISE, _MIN_NOISE = 23.0, -2.83
-_MIN_LOG = -24 * math.log(2)  # of 1 - u
-_BLOCK = 64  # tokens that share one upper bound
-_SMALL_VOCAB = 4096  # up to this size, computing all of the noise is faster
 
 
 @njit
@@ -38,28 +30,17 @@ def _mix(h, key):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _prefix(seed, pos, domain):  # type: ignore[no-untyped-def]
-    """The state of the hash before the token."""
-    low = np.int64(0xFFFFFFFF)
-    h = _mix(_U32(domain), _U32(seed & low))
-    h = _mix(h, _U32((seed >> np.int64(32)) & low))
-    return _mix(h, _U32(pos & low))
-
-
-@njit
-def _finish(prefix, token):  # type: ignore[no-untyped-def]
-    h = _U32(_mix(prefix, _U32(token)) ^ _U32(16))
-    h = _U32(_U32(h ^ (h >> _U32(16))) * _U32(0x85EBCA6B))
-    h = _U32(_U32(h ^ (h >> _U32(13))) * _U32(0xC2B2AE35))
-    return _U32(h ^ (h >> _U32(16)))
-
-
-@njit
 def _murmur3(seed, pos, domain, tokens, out):  # type: ignore[no-untyped-def]
     """Hash tokens [K] for a seed and a position into out [K] uint32."""
-    prefix = _prefix(seed, pos, domain)
+    low = np.int64(0xFFFFFFFF)
+    prefix = _mix(_U32(domain), _U32(seed & low))
+    prefix = _mix(prefix, _U32((seed >> np.int64(32)) & low))
+    prefix = _mix(prefix, _U32(pos & low))
     for i in range(out.shape[0]):
-        out[i] = _finish(prefix, tokens[i])
+        h = _U32(_mix(prefix, _U32(tokens[i])) ^ _U32(16))
+        h = _U32(_U32(h ^ (h >> _U32(16))) * _U32(0x85EBCA6B))
+        h = _U32(_U32(h ^ (h >> _U32(13))) * _U32(0xC2B2AE35))
+        out[i] = _U32(h ^ (h >> _U32(16)))
 
 
 @njit
@@ -83,66 +64,6 @@ def _near_zero(value, log):  # type: ignore[no-untyped-def]
             for order in (7.0, 6.0, 5.0, 4.0, 3.0, 2.0):
                 p = np.float32(one / np.float32(order)) + x * p
             log[i] = -x * (one + x * p)
-
-
-@njit
-def _may_win(logits, seed, pos, random, out):  # type: ignore[no-untyped-def]
-    """Find the tokens that may have the largest logit + noise, usually a few.
-
-    logits: [V] fp32; out: [V] int32, gets the tokens in ascending order; random: [V] uint32, gets
-    their hashes and is scratch beyond them. Returns how many there are, or -1 if the largest logit
-    is not finite.
-
-    Almost all tokens are ruled out cheaply: they stay below the best score so far even with the
-    largest possible noise, or with the bound -log(-log(1 - u)) < -log(u) on their own noise.
-    The others are compared by their noise in fp64, with a margin for fp32's rounding, which is at
-    most 0.03 near u = 1.
-    """
-    size, prefix = logits.shape[0], _prefix(seed, pos, 0)
-    blocks = (size + _BLOCK - 1) // _BLOCK
-    tops = np.empty(blocks, np.float32)
-    largest, nans = np.float32(-np.inf), 0
-    for block in range(blocks):
-        top = np.float32(-np.inf)
-        for i in range(block * _BLOCK, min((block + 1) * _BLOCK, size)):
-            value = logits[i]
-            top = value if value > top else top
-            nans += value != value
-        tops[block] = top
-        largest = max(largest, top)
-    if nans or not abs(largest) < np.inf:
-        return -1
-    best = largest + _MIN_NOISE
-    count = 0
-    for block in range(blocks):
-        top = np.float64(tops[block])
-        if top + _MAX_NOISE < best:
-            continue
-        margin = 0.1 + 1e-6 * abs(best)
-        wanted = best - margin - top
-        # The largest hash with which the block's largest logit can still win.
-        max_hash = _U32(0xFFFFFFFF)
-        if wanted > 0.01:
-            max_hash = _U32(math.exp(-wanted) * 4294967296.0 * 1.0001 + 2.0)
-        start = block * _BLOCK
-        end = min(start + _BLOCK, size)
-        hashes = random[count : count + end - start]
-        for i in range(end - start):
-            hashes[i] = _finish(prefix, start + i)
-        found = 0
-        for i in range(end - start):
-            hashed = hashes[i]
-            if hashed > max_hash:
-                continue
-            u = (np.float64(hashed) + 0.5) / 4294967296.0
-            noise = -math.log(-max(math.log1p(-u), _MIN_LOG))
-            score = np.float64(logits[start + i]) + noise
-            if score >= best - margin:
-                out[count + found], hashes[found] = start + i, hashed
-                found += 1
-                best = max(best, score)
-        count += found
-    return count
 
 
 def _hash(seed: int, pos: int, tokens: np.ndarray, domain: int = 0) -> np.ndarray:
@@ -179,22 +100,6 @@ def _vocabulary(size: int) -> np.ndarray:
     return np.arange(size)
 
 
-def gumbel_argmax(logits: np.ndarray, seed: int, pos: int) -> int:
-    """The first token with the largest of logits [V] fp32 + noise."""
-    if len(logits) <= _SMALL_VOCAB:
-        return int((logits + gumbel_row(seed, pos, len(logits))).argmax())
-    tokens, random = scratch(torch.int32, len(logits)).numpy(), _random(len(logits))
-    count = _may_win(logits, np.int64(seed), np.int64(pos), random, tokens)
-    if count < 0:
-        return int(torch.from_numpy(logits + gumbel_row(seed, pos, len(logits))).argmax())
-    tokens = tokens[:count]
-    return int(tokens[np.argmax(logits[tokens] + _noise(random[:count]))])
-
-
-def _random(size: int) -> np.ndarray:
-    return scratch(torch.int64, size).numpy().view(np.uint32)[:size]
-
-
 def _noise_fp64(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """Map two hashes of each token, [V] uint32, to noise [V] fp64."""
     random53 = ((high.astype(np.uint64) << np.uint64(32)) | low) >> np.uint64(11)
@@ -202,50 +107,3 @@ def _noise_fp64(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     uniform[uniform == 1.0] -= 1.1102230246251565e-16
     noise: np.ndarray = -np.log(-np.log(uniform))
     return noise
-
-
-def gumbel_noise(seeds: torch.Tensor, pos: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The noise of draws with seeds and positions [L] int64, as [L, V] fp32."""
-    rows = zip(seeds.tolist(), pos.tolist(), strict=True)
-    noise = [gumbel_row(seed, position, vocab_size) for seed, position in rows]
-    return torch.from_numpy(np.stack(noise)) if noise else torch.empty(0, vocab_size)
-
-
-def gumbel_sample_on_host(
-    logits: torch.Tensor,
-    expanded_idx_mapping: torch.Tensor,
-    temperature: torch.Tensor,
-    seed: torch.Tensor,
-    pos: torch.Tensor,
-    apply_temperature: bool = False,
-    is_drafting: bool = False,
-    use_fp64: bool = False,
-) -> torch.Tensor:
-    """Draw a token for every row, equal to vLLM's ``gumbel_sample`` on CPU tensors.
-
-    logits: [L, V] processed; expanded_idx_mapping: [L] request slot of each row; temperature,
-    seed: [S]; pos: [L] int64. Returns [L] int64. Draws in fp64, with temperature or for a drafter
-    go through vLLM's function.
-    """
-    if use_fp64 or apply_temperature or is_drafting:
-        from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
-
-        return gumbel_sample(
-            logits,
-            expanded_idx_mapping,
-            temperature,
-            seed,
-            pos,
-            apply_temperature=apply_temperature,
-            is_drafting=is_drafting,
-            use_fp64=use_fp64,
-        )
-    drawn = logits.new_empty(len(logits), dtype=torch.int64)
-    slots = expanded_idx_mapping
-    temperatures, seeds, positions = temperature[slots].tolist(), seed[slots].tolist(), pos.tolist()
-    for i, row in enumerate(logits):
-        if temperatures[i]:
-            drawn[i] = gumbel_argmax(row.float().numpy(), seeds[i], positions[i])
-        else:
-            drawn[i] = row.argmax()
-    return drawn

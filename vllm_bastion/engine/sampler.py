@@ -20,6 +20,7 @@ from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
@@ -162,7 +163,7 @@ class TreeRejectionSampler(RejectionSampler):
                     seq_lens_upper_bound_np,
                 )
             states = self.sampler.sampling_states
-            tokens = self._host.sample(
+            tokens = gumbel_sample(
                 processed,
                 slots,
                 states.temperature.gpu,

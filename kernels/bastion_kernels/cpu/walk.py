@@ -2,9 +2,9 @@
 """The acceptance walk on a CPU, over tokens drawn in advance or on demand.
 
 On a GPU all rows are drawn in one launch before the walk. On a CPU every row of a large vocabulary
-is expensive, and the walk visits only one row per depth. `accept_greedily` computes the argmax of
-each visited row; `accept_lazily` draws one depth of all requests at a time. The noise of a draw
-depends only on (seed, position), so the tokens are the same.
+is expensive, and the walk visits only one row per depth, so `accept_lazily` draws one depth of all
+requests at a time. The noise of a draw depends only on (seed, position), so the tokens are the
+same.
 """
 
 from __future__ import annotations
@@ -17,43 +17,6 @@ from torch import Tensor
 
 from bastion_kernels.accept.walk import AcceptPath
 from bastion_kernels.cpu.cache import njit
-
-_BLOCK = 512  # logits reduced to their maximum before it is located
-
-
-@njit
-def _order(bits, magnitude):
-    """An integer that sorts as the float does; -0.0 is 0.0."""
-    positive = bits if bits & magnitude else bits & magnitude
-    return positive ^ magnitude if positive < 0 else positive
-
-
-@njit
-def _argmax(row, magnitude, infinity):
-    """The first index of the maximum; NaN is the largest.
-
-    row: [V] floats as signed integers of their size; magnitude: all bits but the sign; infinity:
-    the bits of +inf (larger magnitudes are NaN).
-    """
-    integer = row.dtype.type
-    best, found = ~magnitude, 0
-    for start in range(0, row.shape[0], _BLOCK):
-        end = min(start + _BLOCK, row.shape[0])
-        top, size = integer(~magnitude), integer(0)
-        for i in range(start, end):
-            top = max(top, integer(_order(row[i], magnitude)))
-            size = max(size, integer(row[i] & magnitude))
-        if size > infinity:
-            for i in range(start, end):
-                if row[i] & magnitude > infinity:
-                    return i
-        if top > best:
-            best = top
-            for i in range(start, end):
-                if _order(row[i], magnitude) == top:
-                    found = i
-                    break
-    return found
 
 
 @njit
@@ -70,20 +33,14 @@ def _child(parents, fed, start, rows, node, token):
 
 
 @njit
-def _walk(
-    source, magnitude, infinity, fed, parents, slots, starts, out_path, out_tokens, num_sampled
-):
-    """source: [L] the tokens of the rows, or [L, V] logits for `_argmax`."""
+def _walk(sampled, fed, parents, slots, starts, out_path, out_tokens, num_sampled):
     out_path[:] = -1
     out_tokens[:] = 0
     for r in range(slots.shape[0]):
         slot, start, rows = slots[r], starts[r], starts[r + 1] - starts[r]
         count, node = 0, 0 if slot >= 0 and rows > 0 else -1
         while node >= 0 and count < out_path.shape[1]:
-            if source.ndim == 1:  # decided at compile time
-                token = source[start + node]
-            else:
-                token = _argmax(source[start + node], magnitude, infinity)
+            token = sampled[start + node]
             out_path[r, count], out_tokens[r, count] = node, token
             count += 1
             node = _child(parents[slot], fed, start, rows, node, token)
@@ -92,45 +49,10 @@ def _walk(
 
 def accept_path(op: AcceptPath) -> None:
     """The walk over tokens drawn at every row."""
-    nothing = np.int32(0)
     _walk(
-        op.sampled.numpy(), nothing, nothing, op.node_ids.numpy(), op.parents.numpy(),
-        op.slots.numpy(), op.cu_num_logits.numpy(), op.out_path.numpy(), op.out_tokens.numpy(),
+        op.sampled.numpy(), op.node_ids.numpy(), op.parents.numpy(), op.slots.numpy(),
+        op.cu_num_logits.numpy(), op.out_path.numpy(), op.out_tokens.numpy(),
         op.num_sampled.numpy(),
-    )  # fmt: skip
-
-
-# dtype of logits -> integers of its size, and as these: all bits but the sign, +inf
-_BITS = {
-    torch.float32: (torch.int32, np.int32(0x7FFFFFFF), np.int32(0x7F800000)),
-    torch.bfloat16: (torch.int16, np.int16(0x7FFF), np.int16(0x7F80)),
-}
-GREEDY_DTYPES = tuple(_BITS)
-"""dtypes of logits supported by `accept_greedily`"""
-
-
-def accept_greedily(
-    logits: Tensor,
-    node_ids: Tensor,
-    parents: Tensor,
-    slots: Tensor,
-    cu_num_logits: Tensor,
-    out_path: Tensor,
-    out_tokens: Tensor,
-    num_sampled: Tensor,
-) -> None:
-    """`bastion_kernels.accept_path` with the argmax of every visited row as its token.
-
-    Args:
-        logits: `[P, V]` of one of `GREEDY_DTYPES`, rows contiguous, on the CPU.
-        node_ids, parents, slots, cu_num_logits, out_path, out_tokens, num_sampled: as in
-            `accept_path`.
-    """
-    integers, magnitude, infinity = _BITS[logits.dtype]
-    _walk(
-        logits.view(integers).numpy(), magnitude, infinity, node_ids.numpy(), parents.numpy(),
-        slots.numpy(), cu_num_logits.numpy(), out_path.numpy(), out_tokens.numpy(),
-        num_sampled.numpy(),
     )  # fmt: skip
 
 
