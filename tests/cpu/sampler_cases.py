@@ -146,17 +146,6 @@ def grammar_bitmask(draw: Draw) -> Launch:
     )  # fmt: skip
 
 
-@case(f"{_SAMPLE}.trace_replay:_trace_replay_kernel")
-def trace_replay(draw: Draw) -> Launch:
-    prompts = draw.ints(1, 30, SLOTS)
-    return Launch(
-        (REQS,), sampled_ptr=draw.longs(-9, 0, REQS), idx_mapping_ptr=draw.slots(negative=True),
-        trace_token_ids_ptr=draw.rows(draw.ints(0, VOCAB, SLOTS, 12)),
-        trace_len_ptr=draw.ints(0, 13, SLOTS), total_len_ptr=prompts + draw.ints(-1, 12, SLOTS),
-        prompt_len_ptr=prompts,
-    )  # fmt: skip
-
-
 _THINKING = f"{_SAMPLE}.thinking_budget"
 
 

@@ -16,11 +16,12 @@ from vllm_bastion.hooks import engine_args
 from vllm_bastion.versions import capabilities_of
 
 
-def engine(bastion: bool, unsupported: tuple[str, ...] = ()) -> Any:
+def engine(bastion: bool, unsupported: tuple[str, ...] = (), replay: bool = False) -> Any:
     """A VllmConfig as far as the hooks look."""
     settings = object.__new__(BastionSpeculativeConfig) if bastion else None
     return SimpleNamespace(
         speculative_config=settings,
+        model_config=SimpleNamespace(enable_trace_replay=replay),
         _get_v2_model_runner_unsupported_features=lambda: list(unsupported),
     )
 
@@ -70,3 +71,5 @@ def test_what_v2_cannot_do_is_still_refused(host: Any) -> None:
     host()
     with pytest.raises(ValueError, match="does not yet support: elastic things"):
         engine_args.validate_v2_model_runner(print, engine(True, ("elastic things",)))
+    with pytest.raises(ValueError, match="does not yet support: trace replay on a CPU"):
+        engine_args.validate_v2_model_runner(print, engine(False, replay=True))

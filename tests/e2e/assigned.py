@@ -72,13 +72,6 @@ _ATTRIBUTES = (
         when=NATIVE_WORKER,
     ),
     Change(
-        target="vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor.copy_to_uva",
-        why="it copies requests' parameters in every step, for a GPU that is a step behind",
-        what="`cpu.replacements` lets a CPU's kernels read them where the host writes them",
-        upstream="V2 for CPUs does not copy them",
-        when=NATIVE_WORKER,
-    ),
-    Change(
         target="torch.compiler:load_compiled_function",
         why="on a CPU the loaded function has no `finalize_loading`, which vLLM calls",
         what="`cpu.stored_graphs` adds an empty one, then restores PyTorch's function",
@@ -223,26 +216,18 @@ ASSIGNED = (*_ATTRIBUTES, *(replace(row, on_instance=True) for row in _OBJECTS))
 
 def native_kernels() -> Iterator[Change]:
     """A row for each of vLLM's Triton kernels that `cpu.replacements.install` replaces."""
-    from vllm_bastion.cpu.replacements import REPLACEMENTS, WITHOUT
+    from tests.cpu.without import WITHOUT
+    from vllm_bastion.cpu.replacements import REPLACEMENTS
 
-    without = {f"{module}:{name}" for module, names in WITHOUT.items() for name in names}
-    for target in (
-        REPLACEMENTS.keys() - without
-    ):  # a test may have registered other methods' replacements
+    # A test may have registered other methods' replacements.
+    without = {f"{module}:{name}" for module, names in WITHOUT.items() for name in names.split()}
+    for target in REPLACEMENTS.keys() - without:
         yield Change(
             target=target,
             why="no Triton back end launches it on this host",
             what="a CPU replacement with its parameters, under every name it was imported by",
             upstream="V2 without Triton on CPU hosts",
             when=NATIVE_WORKER,
-        )
-    for target in without:
-        yield Change(
-            target=target,
-            why="it has no CPU replacement: what launches it is refused, or another method",
-            what="an error that names the kernel, should it be launched",
-            upstream="V2 without Triton on CPU hosts",
-            when="a worker on native kernels whose vLLM has imported the module",
         )
 
 

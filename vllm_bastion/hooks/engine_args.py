@@ -265,6 +265,8 @@ def validate_v2_model_runner(original: Callable[..., None], self: Any) -> None:
         original(self)
         return
     unsupported = self._get_v2_model_runner_unsupported_features()
+    if self.model_config is not None and self.model_config.enable_trace_replay:
+        unsupported = [*unsupported, "trace replay on a CPU"]
     if unsupported:
         raise ValueError(f"Model Runner V2 does not yet support: {', '.join(unsupported)}")
 

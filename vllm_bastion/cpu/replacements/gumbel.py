@@ -54,11 +54,7 @@ def noised(row, temperature, seed, pos, fp64):
     return row + gumbel_row(seed, pos, row.shape[0], fp64=fp64)
 
 
-@replacement(
-    f"{_GUMBEL}:_gumbel_sample_kernel",
-    compile=False,
-    reads=("logits_ptr", "logits_cache_source_ptr"),
-)
+@replacement(f"{_GUMBEL}:_gumbel_sample_kernel", compile=False)
 def _gumbel_sample(
     grid0,
     grid1,

@@ -15,11 +15,9 @@ reach into the next.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import inspect
 from collections.abc import Callable
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -32,8 +30,6 @@ REPLACEMENTS: dict[str, Replacement] = {}
 """`package.module:kernel` -> its replacement"""
 
 _GRID = ("grid0", "grid1", "grid2")
-# Triton's launch options, which are not arguments of a kernel.
-_OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "launch_pdl"})
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -52,7 +48,6 @@ class Replacement:
         source: `function` before it was compiled.
         bits: pass 16-bit floats as int16.
         absent: parameters that the installed vLLM's kernel does not have.
-        reads: tensors that the function only reads, so they are not rounded back.
     """
 
     def __init__(
@@ -62,17 +57,13 @@ class Replacement:
         source: Callable[..., None],
         bits: bool,
         absent: tuple[str, ...] = (),
-        reads: tuple[str, ...] = (),
     ) -> None:
         self.target, self.function, self._bits = target, function, bits
-        self._reads = frozenset(reads)
         parameters = inspect.signature(source).parameters
         self._all = tuple(name for name in parameters if name not in _GRID)
+        self._dims = len(parameters) - len(self._all)
         self.names = tuple(name for name in self._all if name not in absent)
         """of the installed vLLM's kernel, in its order"""
-        # (arguments by position, names of the others) -> picks the function's arguments.
-        self._order: dict[tuple[Any, ...], Callable[[tuple[Any, ...]], tuple[Any, ...]]] = {}
-        self._dims = len(parameters) - len(self._all)
         self._defaults = dict.fromkeys(absent) | {
             name: parameters[name].default
             for name in self._all
@@ -87,46 +78,27 @@ class Replacement:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-        # A call site always passes the same parameters by position and by name.
-        form = (len(args), *kwargs)
-        order = self._order.get(form)
-        if order is None:
-            order = self._order[form] = self._order_of(len(args), tuple(kwargs))
-        given = order((*args, *kwargs.values(), *self._defaults.values()))
+        # Triton's launch options are among `kwargs`, and nothing reads them.
+        given = self._defaults | dict(zip(self.names, args, strict=False)) | kwargs
         values: list[Any] = []
         rounded = []
-        for item in given:
-            value = item
-            if isinstance(item, torch.Tensor):
-                value = _flat_view(item)
-                if value is None:
-                    flat = _flat(item)
-                    value = (flat.view(torch.int16) if self._bits else flat.float()).numpy()
-                    if not self._bits and self._all[len(values)] not in self._reads:
-                        rounded.append((flat, value))
-            elif isinstance(item, np.integer):
-                value = int(item)  # so that nothing is compiled for each integer type
+        for name in self._all:
+            value = given[name]
+            if isinstance(value, torch.Tensor):
+                flat = _flat(value)
+                if value.dtype not in _HALF:
+                    value = flat.numpy()
+                elif self._bits:
+                    value = flat.view(torch.int16).numpy()
+                else:
+                    value = flat.float().numpy()
+                    rounded.append((flat, value))
+            elif isinstance(value, np.integer):
+                value = int(value)  # so that nothing is compiled for each integer type
             values.append(value)
         self.function(*grid[: self._dims], *values)
         for flat, value in rounded:
             flat.copy_(torch.from_numpy(value))
-
-    def _order_of(
-        self, count: int, keywords: tuple[str, ...]
-    ) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-        """Picks the function's arguments from those by position, those by name, and the defaults.
-
-        count: arguments by position. keywords: names of the others.
-        """
-        if set(keywords) - set(self.names[count:]) - _OPTIONS:
-            raise TypeError(f"{self.target} has no parameters {sorted(keywords)}")
-        assert count <= len(self.names) and len(self._all) > 1
-        first = count + len(keywords)
-        places = {name: i for i, name in enumerate(self._defaults, first)}
-        # What is passed wins over a default of the same name.
-        places |= {name: i for i, name in enumerate(keywords, count)}
-        places |= {name: i for i, name in enumerate(self.names[:count])}
-        return itemgetter(*(places[name] for name in self._all))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -137,48 +109,15 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((size,), (1,))
 
 
-# (address, dtype, bytes) -> a flat view of that memory. Most tensors of a step are the same buffers
-# as in the step before, and making a view takes longer than many kernels.
-_views: dict[tuple[int, torch.dtype, int], np.ndarray] = {}
-_MAX_VIEWS = 4096
-
-
-def _flat_view(tensor: torch.Tensor) -> np.ndarray | None:
-    """A flat NumPy view; None for 16-bit floats, which NumPy does not have."""
-    if not tensor.is_contiguous():
-        return None if tensor.dtype in _HALF else _flat(tensor).numpy()
-    key = (tensor.data_ptr(), tensor.dtype, tensor.nbytes)
-    view = _views.get(key)
-    if view is None:
-        if tensor.dtype in _HALF:
-            return None
-        view = tensor.numpy().reshape(-1)
-        if len(view):
-            # The view must not keep the tensor's memory alive: the next caller with this address
-            # owns it.
-            memory = (ctypes.c_byte * tensor.nbytes).from_address(key[0])
-            view = np.frombuffer(memoryview(memory), view.dtype)
-            if len(_views) >= _MAX_VIEWS:
-                _views.clear()
-            _views[key] = view
-    return view
-
-
 def replacement(
-    target: str,
-    compile: bool = True,
-    bits: bool = False,
-    reads: tuple[str, ...] = (),
+    target: str, compile: bool = True, bits: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register the decorated function as the replacement of the kernel `package.module:name`.
-
-    `reads`: the tensors that it only reads.
-    """
+    """Register the decorated function as the replacement of the kernel `package.module:name`."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         callee = njit(function) if compile else function
         absent = capabilities().absent_kernel_parameters.get(target, ())
-        REPLACEMENTS[target] = Replacement(target, callee, function, bits, absent, reads)
+        REPLACEMENTS[target] = Replacement(target, callee, function, bits, absent)
         return callee
 
     return register

@@ -231,23 +231,3 @@ def _apply_grammar_bitmask(
                 for v in range(32 * w, min(32 * w + 32, vocab_size)):
                     if (word >> (v % 32)) & 1 == 0:
                         logits_ptr[row + v] = -_INF
-
-
-@replacement(f"{_SAMPLE}.trace_replay:_trace_replay_kernel")
-def _trace_replay(
-    grid0,
-    sampled_ptr,
-    idx_mapping_ptr,
-    trace_token_ids_ptr,
-    trace_token_ids_stride,
-    trace_len_ptr,
-    total_len_ptr,
-    prompt_len_ptr,
-):
-    for i in range(grid0):
-        slot = idx_mapping_ptr[i]
-        if slot >= 0:
-            step = total_len_ptr[slot] - prompt_len_ptr[slot]
-            if 0 <= step < trace_len_ptr[slot]:
-                begin = slot * trace_token_ids_stride
-                sampled_ptr[i] = trace_token_ids_ptr[begin : begin + trace_token_ids_stride][step]
