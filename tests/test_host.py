@@ -14,7 +14,6 @@ import torch
 
 from bastion_kernels.cpu import library
 from vllm_bastion.cpu.host import CpuHost
-from vllm_bastion.host import HostChoices
 
 # Everything that the CUDA path imports, in a process in which importing Numba or llvmlite raises.
 _SCRIPT = """
@@ -110,13 +109,3 @@ def test_ops_on_one_thread_beside_more_of_pytorch_are_a_warning(
     lines = [] if warning is None else [warning]
     assert len(lines) == threads - 1
     assert all("run on one thread" in line and "use g++" in line for line in lines)
-
-
-def test_choices_of_the_host_are_told() -> None:
-    chosen = HostChoices(int8_drafter=True, own_products=True, threads=2)
-    assert chosen.texts() == ["int8 drafter", "own matrix products", "2 threads"]
-    assert HostChoices(own_products=False, threads=1).texts() == [
-        "vLLM matrix products",
-        "1 thread",
-    ]
-    assert HostChoices().texts() == []

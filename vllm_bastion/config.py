@@ -27,7 +27,6 @@ from vllm_bastion.checkpoints.drafter_types import (
     gamma_of,
     restore_settings,
 )
-from vllm_bastion.host import HostChoices
 from vllm_bastion.logger import leave_out
 from vllm_bastion.platform import current_host
 
@@ -259,9 +258,3 @@ def is_lagged(config: BastionSpeculativeConfig) -> bool:
     if config.bastion_budget_timing != "auto":
         return config.bastion_budget_timing == "lagged"
     return current_host().runs_ahead
-
-
-def host_choices(vllm_config: VllmConfig) -> HostChoices:
-    """What the host chooses for an engine of method "bastion"."""
-    weights = settings_of(vllm_config).bastion_drafter_weights
-    return current_host().choices(weights, vllm_config.model_config.dtype)

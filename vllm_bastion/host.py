@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,29 +22,6 @@ from torch import Tensor
 # Draws a token for the given rows of the step's logits, or for all rows: rows [A] int64 or None ->
 # processed logits [A, V] and tokens [A] int64.
 Draw = Callable[[Tensor | None], tuple[Tensor, Tensor]]
-# Scores [M, V] and k -> the k largest of each row and their indices, [M, k] each.
-TopK = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class HostChoices:
-    """Choices of the host on which measured times depend. The defaults are a GPU's."""
-
-    # Whether the drafter's matrix products run in int8.
-    int8_drafter: bool = False
-    # Whether a CPU's other matrix products are ours; None on a GPU.
-    own_products: bool | None = None
-    # PyTorch's threads on a CPU; None on a GPU.
-    threads: int | None = None
-
-    def texts(self) -> list[str]:
-        """For a log; empty on a GPU."""
-        texts = ["int8 drafter"] * self.int8_drafter
-        if self.own_products is not None:
-            texts.append(f"{'own' if self.own_products else 'vLLM'} matrix products")
-        if self.threads is not None:
-            texts.append(f"{self.threads} thread{'s' if self.threads > 1 else ''}")
-        return texts
 
 
 class Host:
@@ -155,14 +131,6 @@ class Host:
 
     # ---- a step -------------------------------------------------------------------------
 
-    def top_k(self, scores: Tensor, k: int, by: TopK = torch.topk) -> tuple[Tensor, Tensor]:
-        """The k largest scores of each row [M, V], in order, and their indices (int64).
-
-        by: the function to use unless the host has a better one.
-        """
-        values, indices = by(scores, k)
-        return values, indices
-
     def accept(
         self,
         logits: Tensor,
@@ -216,16 +184,9 @@ class Host:
 
     # ---- the profile at the start ---------------------------------------------------------
 
-    def prepare_timing(self, runner: Any) -> None:
-        """Make vLLM's step timings of a ``GPUModelRunner`` usable on this host."""
-
-    def captured_sizes(self, manager: Any) -> list[int]:
-        """Token counts of a graph manager's FULL graphs, ascending; empty without graphs."""
-        return [] if manager is None else sorted(manager.captured_token_counts())
-
-    def choices(self, drafter_weights: str, dtype: torch.dtype) -> HostChoices:
-        """What this host chose for an engine; dtype: of the models."""
-        return HostChoices()
+    def choices(self, drafter_weights: str, dtype: torch.dtype) -> list[str]:
+        """What this host chose for an engine, for the log; dtype: of the models."""
+        return []
 
     def warning(self) -> str | None:
         """Why steps are slower than they could be on this host, for the log; else None."""

@@ -51,24 +51,3 @@ def test_a_head(vocab: int) -> None:
     head, product = Int8Head(weight), int8_product(weight)
     for one in (None, bias):
         assert torch.equal(head(x, empty, one), product(x, empty, one))
-
-
-def test_the_best_of_a_vocabulary() -> None:
-    from vllm_bastion.cpu.host import CpuHost
-
-    g = torch.Generator().manual_seed(0)
-    scores = torch.randn(5, 3000, generator=g).bfloat16()
-    values, indices = CpuHost().top_k(scores, 16)
-    expected, order = scores.float().sort(dim=1, descending=True, stable=True)
-    assert torch.equal(values.float(), expected[:, :16]) and torch.equal(indices, order[:, :16])
-
-
-def test_a_heads_logits_are_kept_for_so_many_rows() -> None:
-    from vllm_bastion.cpu.int8 import Int8Head
-
-    weight = torch.eye(64).bfloat16()
-    head, empty = Int8Head(weight), weight[:0]
-    first = head(weight[:2], empty, None)
-    assert head(weight[2:5], empty, None).data_ptr() == first.data_ptr()
-    many = torch.cat([weight] * 5)
-    torch.testing.assert_close(head(many, empty, None), many, rtol=0.02, atol=0.02)

@@ -197,13 +197,6 @@ _OBJECTS = (
         when='an engine with method "bastion" on a CUDA device',
     ),
     Change(
-        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.step_timing",
-        why="on a CPU vLLM's event stubs measure nothing",
-        what="`cpu.host` sets a collector that reads the host's clock",
-        upstream="vLLM's collector does so",
-        when="a CPU engine that measures its step costs",
-    ),
-    Change(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.speculator",
         why="a CPU's host clock cannot tell the target's pass from the drafter's",
         what="`engine.profile` removes the drafter and restores it",

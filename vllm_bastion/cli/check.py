@@ -18,7 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_bastion.config import BastionSpeculativeConfig, host_choices, is_lagged, settings_of
+from vllm_bastion.config import BastionSpeculativeConfig, is_lagged, settings_of
 from vllm_bastion.platform import current_host
 
 
@@ -112,4 +112,5 @@ def _kernels(config: VllmConfig) -> str:
         parts.append("no CUDA graphs" if graphs == "NONE" else f"CUDA graphs {graphs}")
     if current_host().needs_replacements():
         parts.append("C++ in place of vLLM's Triton kernels")
-    return "; ".join([*parts, *host_choices(config).texts()])
+    weights = settings_of(config).bastion_drafter_weights
+    return "; ".join([*parts, *current_host().choices(weights, config.model_config.dtype)])

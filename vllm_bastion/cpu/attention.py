@@ -5,9 +5,6 @@ The cache is vLLM's own. Its layout depends on the instruction set, so `learn_la
 by running vLLM's op that writes it. Prompts and plain rows stay on vLLM's kernel: they get the
 numbers that it computes for a batch of them alone. Trees and chains run on our loops, in which a
 row's result depends on its path only. The drafter keeps vLLM's kernel.
-
-A layer's call also writes its rows' keys and values, for which vLLM calls a second op, and keeps
-its views of the cache between calls. This saves 6% of a plain step of the tiny pair.
 """
 
 from __future__ import annotations
@@ -158,8 +155,6 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         self.tree_sinks = None if self.sinks is None else self.sinks.float()
         self._dtype = act_dtype
         self._ours: TreeAttentionLayer | None = None
-        self._whole: torch.Tensor | None = None
-        self._halves: tuple[torch.Tensor, torch.Tensor]
 
     def cache_layout(self, layer: AttentionLayer, kv_cache: torch.Tensor) -> KVLayout:
         """kv_cache: [blocks, Hkv, block_size, 2d]."""
@@ -183,43 +178,19 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         if attn_metadata is None:
             # The memory-profiling run. Uninitialised memory would become logits.
             return output.fill_(0)
-        keys, values = self._split(kv_cache)
-        if self.kv_sharing_target_layer_name is None:
-            ops.cpu_attn_reshape_and_cache(
-                key, value, keys, values, attn_metadata.slot_mapping, layer.isa,
-                layer._k_scale_float, layer._v_scale_float, self.kv_cache_dtype,
-            )  # fmt: skip
         for part in attn_metadata.parts():
             queries, outputs = query, output
             if part.rows is not None:
                 queries = query.index_select(0, part.rows)
                 outputs = torch.empty_like(queries)
-            plain = part.plain
-            if plain is None:
+            if part.plain is not None:
+                super().forward(layer, queries, key, value, kv_cache, part.plain, outputs)
+            else:
                 assert part.step is not None
                 self._with_cache(layer, query, kv_cache)(part.step, queries, outputs)
-            else:
-                ops.cpu_attention_with_kv_cache(
-                    queries, keys, values, outputs, plain.query_start_loc, plain.seq_lens,
-                    self.scale, plain.causal, self.alibi_slopes, self.sliding_window,
-                    plain.block_table, self.logits_soft_cap, plain.scheduler_metadata,
-                    self.tree_sinks, plain.dynamic_causal, layer._k_scale_float,
-                    layer._v_scale_float, self.kv_cache_dtype,
-                )  # fmt: skip
             if part.rows is not None:
                 output.index_copy_(0, part.rows, outputs)
         return output
-
-    def _split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and the values of a cache, [blocks, Hkv, block_size, d] each, as vLLM has them.
-
-        They are views, made once for each cache.
-        """
-        if kv_cache is not self._whole:
-            blocks, heads, page, _ = kv_cache.shape
-            keys, values = kv_cache.view(blocks, heads, 2 * page, -1).chunk(2, dim=2)
-            self._whole, self._halves = kv_cache, (keys, values)
-        return self._halves
 
     def _with_cache(
         self, layer: AttentionLayer, query: torch.Tensor, kv_cache: torch.Tensor
@@ -244,8 +215,6 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
 
 
 class TreeCPUAttentionBackend(CPUAttentionBackend):
-    forward_includes_kv_cache_update = True
-
     @staticmethod
     def get_impl_cls() -> type[TreeCPUAttentionImpl]:
         return TreeCPUAttentionImpl

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_bastion.host import Draw, Host, HostChoices, TopK
+from vllm_bastion.host import Draw, Host
 
 
 class CpuHost(Host):
@@ -57,9 +57,7 @@ class CpuHost(Host):
         from vllm_bastion.cpu.stored_graphs import host_instructions
 
         products = str(MIN_WEIGHT_BYTES if has_linear() else None)
-        # The target's attention writes its cache itself: a model that was compiled for another
-        # attention would write twice, or not at all.
-        return drafter_weights, products, host_instructions(), "attention-writes-cache"
+        return drafter_weights, products, host_instructions()
 
     def loading_compiled(self) -> AbstractContextManager[None]:
         from vllm_bastion.cpu.stored_graphs import complete_when_read
@@ -71,7 +69,7 @@ class CpuHost(Host):
     ) -> bool:
         from vllm_bastion.cpu.context_kv import take_rows
         from vllm_bastion.cpu.int8 import install_int8, int8_wanted
-        from vllm_bastion.cpu.linear import install_head, install_linear
+        from vllm_bastion.cpu.linear import install_linear
 
         if in_drafter:
             take_rows(layer)
@@ -81,9 +79,7 @@ class CpuHost(Host):
         if rounds and int8_wanted(drafter_weights, layer.weight.dtype):
             install_int8(layer)
             return True
-        if install_linear(layer, remove_weight):
-            return True
-        return not remove_weight and install_head(layer)
+        return install_linear(layer, remove_weight)
 
     def prepare_drafter(self, model: Any, drafter_weights: str) -> None:
         from vllm_bastion.cpu import context_kv
@@ -100,15 +96,6 @@ class CpuHost(Host):
         repack(target, drafter)
 
     # ---- a step -------------------------------------------------------------------------
-
-    def top_k(self, scores: Tensor, k: int, by: TopK = torch.topk) -> tuple[Tensor, Tensor]:
-        from bastion_kernels import topk_logprobs
-
-        # PyTorch's takes three times as long for a vocabulary.
-        tokens = torch.empty(len(scores), k, dtype=torch.int32)
-        topk_logprobs(scores, k, tokens, torch.empty(tokens.shape))
-        indices = tokens.long()
-        return scores.gather(1, indices), indices
 
     def accept(
         self,
@@ -156,25 +143,16 @@ class CpuHost(Host):
 
     # ---- the profile at the start ---------------------------------------------------------
 
-    def prepare_timing(self, runner: Any) -> None:
-        from vllm_bastion.cpu.timing import HostStepTimingCollector
-
-        runner.step_timing = HostStepTimingCollector()
-
-    def captured_sizes(self, manager: Any) -> list[int]:
-        if manager is None or not manager.needs_capture():
-            return []
-        return super().captured_sizes(manager)
-
-    def choices(self, drafter_weights: str, dtype: torch.dtype) -> HostChoices:
+    def choices(self, drafter_weights: str, dtype: torch.dtype) -> list[str]:
         from vllm_bastion.cpu.int8 import int8_wanted
         from vllm_bastion.cpu.linear import has_linear
 
-        return HostChoices(
-            int8_drafter=int8_wanted(drafter_weights, dtype),
-            own_products=has_linear() and dtype == torch.bfloat16,
-            threads=torch.get_num_threads(),
-        )
+        own, threads = has_linear() and dtype == torch.bfloat16, torch.get_num_threads()
+        return [
+            *["int8 drafter"] * int8_wanted(drafter_weights, dtype),
+            f"{'own' if own else 'vLLM'} matrix products",
+            f"{threads} thread{'s' if threads > 1 else ''}",
+        ]
 
     def warning(self) -> str | None:
         from bastion_kernels.cpu.library import threads_problem

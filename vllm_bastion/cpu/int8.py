@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from vllm import _custom_ops as ops
 
 from bastion_kernels.cpu.linear import Int8Weight, linear_int8_cpu, round_rows
-from vllm_bastion.cpu.linear import PRIMITIVES, Room, has_linear
+from vllm_bastion.cpu.linear import has_linear
 
 # Columns that oneDNN multiplies at once. Given 151,936 of them, its time grows with the rows of x:
 # 240 rows of 1,024 take 73 ms, and 20 ms in parts (two-core Xeon with AMX).
 _PART = 16384
+_PRIMITIVES = 32  # shapes whose compiled code oneDNN caches, as in vLLM's own layers
 
 
 def int8_wanted(drafter_weights: str, dtype: torch.dtype) -> bool:
@@ -54,7 +55,7 @@ def int8_product(weight: Tensor) -> Callable[[Tensor, Tensor, Tensor | None], Te
         return _our_product(weight)
     rounded, scales = round_rows(weight)
     handler = ops.create_onednn_scaled_mm(
-        rounded.t(), scales, weight.dtype, True, False, PRIMITIVES
+        rounded.t(), scales, weight.dtype, True, False, _PRIMITIVES
     )
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -104,7 +105,7 @@ def is_int8(layer: Any) -> bool:
 
 
 class Int8Head:
-    """x [.., K] bf16 -> logits [.., N] bf16, valid until the next call.
+    """x [.., K] bf16 -> logits [.., N] bf16.
 
     Args:
         weight: [N, K] bf16, copied. Each of its rows has a scale, and so has each row of x.
@@ -112,20 +113,18 @@ class Int8Head:
 
     def __init__(self, weight: Tensor) -> None:
         self._columns = len(weight)
-        self._logits = Room(self._columns)
         self._ours = Int8Weight(weight) if _takes_ours(weight) else None
         if self._ours is not None:
             return
         rounded, self._scales = round_rows(weight)  # oneDNN reads the scales in place
-        self._part = Room(_PART)
         self._handlers = [
-            ops.create_onednn_scaled_mm(part.t(), scales, weight.dtype, True, False, PRIMITIVES)
+            ops.create_onednn_scaled_mm(part.t(), scales, weight.dtype, True, False, _PRIMITIVES)
             for part, scales in zip(rounded.split(_PART), self._scales.split(_PART), strict=True)
         ]
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        out = self._logits.of(len(rows), self._columns)
+        out = x.new_empty(len(rows), self._columns)
         if self._ours is not None:
             linear_int8_cpu(rows, self._ours.values, self._ours.start, self._ours.scales, out)
         else:
@@ -136,7 +135,7 @@ class Int8Head:
     def _multiply_in_parts(self, rows: Tensor, out: Tensor) -> None:
         values, row_scales, _ = ops.onednn_scaled_int8_quant(rows)
         for handler, columns in zip(self._handlers, out.split(_PART, dim=1), strict=True):
-            part = self._part.of(*columns.shape)  # oneDNN writes contiguous results only
+            part = torch.empty(columns.shape, dtype=out.dtype)  # oneDNN's results are contiguous
             ops.onednn_scaled_mm(handler, values, part, row_scales, None, None, None)
             columns.copy_(part)
 

@@ -4,8 +4,7 @@
 On a CPU with bf16 and int8 vectors but no matrix registers, vLLM's own product (oneDNN) takes 1.7
 times as long for 17 rows as for one, because it loads weights and multiplies in turn. Ours overlaps
 the two. The order of the sums differs, as it does between any two libraries. Small weights fit the
-CPU's caches and keep vLLM's product. So do all weights on other CPUs; with matrix registers, a head
-reuses the memory of its result.
+CPU's caches and keep vLLM's product. So do all weights on other CPUs.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.library import Library
 from torch.utils.weak import WeakTensorKeyDictionary
-from vllm import _custom_ops as ops
-from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
 
 from bastion_kernels.cpu.linear import (
     can_multiply,
@@ -30,9 +27,6 @@ from bastion_kernels.cpu.linear import (
 
 # A smaller weight keeps vLLM's product. The limit separates the tiny pairs from real models.
 MIN_WEIGHT_BYTES = 1 << 20
-# Rows of logits for which memory is always reserved.
-_KEPT_ROWS = 256
-PRIMITIVES = 32  # shapes whose compiled code oneDNN caches, as in vLLM's own layers
 
 
 @lru_cache
@@ -90,52 +84,6 @@ _library.impl("linear_int8", _result, "Meta")
 _packed: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
 
-class Room:
-    """Memory for the logits of a head, which its next product overwrites.
-
-    Logits are the largest tensors of a step. The C library maps allocations of more than 32 MiB
-    afresh each time: 240 rows of 151,936 in bf16 then take 57 ms instead of 35 (two-core Xeon with
-    AMX).
-    """
-
-    def __init__(self, columns: int) -> None:
-        # Pages that are never written take no memory.
-        self._kept = torch.empty(_KEPT_ROWS * columns, dtype=torch.bfloat16)
-
-    def of(self, rows: int, columns: int) -> Tensor:
-        """[rows, columns] bf16, contiguous and uninitialised."""
-        size = rows * columns
-        if size > len(self._kept):
-            return self._kept.new_empty(rows, columns)
-        return self._kept[:size].view(rows, columns)
-
-
-def install_head(layer: Any) -> bool:
-    """Set the product of a bf16 head or of embeddings; its result is valid until the next call.
-
-    Returns False, and changes nothing, unless the CPU has matrix registers, where this was timed,
-    and vLLM would use oneDNN.
-    """
-    weight = layer.weight
-    if (
-        weight.is_meta
-        or weight.dtype != torch.bfloat16
-        or not (ops._supports_onednn and torch.cpu._is_amx_tile_supported())
-        or check_cpu_sgl_kernel(*weight.shape, weight.dtype)
-    ):
-        return False
-    handler, room = ops.create_onednn_mm(weight.data.t(), PRIMITIVES), Room(len(weight))
-
-    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        rows = _rows(x)
-        out = room.of(len(rows), handler.n)
-        torch.ops._C.onednn_mm(out, rows, bias, handler.handler_tensor)
-        return out.view(*x.shape[:-1], out.shape[1])
-
-    layer.cpu_linear = product
-    return True
-
-
 def install_linear(layer: Any, remove_weight: bool) -> bool:
     """Set a linear layer's product, as vLLM's `dispatch_cpu_unquantized_gemm` does.
 
@@ -156,16 +104,9 @@ def install_linear(layer: Any, remove_weight: bool) -> bool:
     if not remove_weight:
         _packed[weight] = packed
 
-    room = None if remove_weight else Room(len(weight))
-
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if room is None:
-            out: Tensor = torch.ops.vllm_bastion.linear(x, packed, bias)
-            return out
-        rows = _rows(x)
-        out = room.of(len(rows), packed.shape[0] * 16)
-        linear_cpu(rows, packed, bias, out)
-        return out.view(*x.shape[:-1], out.shape[1])
+        out: Tensor = torch.ops.vllm_bastion.linear(x, packed, bias)
+        return out
 
     product.packed = packed  # type: ignore[attr-defined]
     layer.cpu_linear = product

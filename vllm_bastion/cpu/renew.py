@@ -15,7 +15,7 @@ from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 from bastion_kernels.cpu.linear import pack_weight
 from vllm_bastion.cpu.int8 import Int8Head, is_int8
-from vllm_bastion.cpu.linear import install_head, packed_weight
+from vllm_bastion.cpu.linear import packed_weight
 
 
 def repack(*models: nn.Module) -> None:
@@ -41,8 +41,7 @@ def _repack_layer(layer: Any, weight: Tensor, done: set[int]) -> None:
         return
     packed = packed_weight(layer)
     if packed is None:
-        if not install_head(layer):
-            dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
     elif packed.data_ptr() not in done:  # a head and its embeddings share one
         done.add(packed.data_ptr())
         fresh = pack_weight(weight)

@@ -18,7 +18,6 @@ from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 from vllm_bastion.checkpoints.drafter_types import candidates_of
 from vllm_bastion.drafters.capacity import by_parts
 from vllm_bastion.drafters.dflash import BastionSpeculator
-from vllm_bastion.platform import current_host
 
 
 class BastionDSpark(BastionSpeculator, DSparkSpeculator):
@@ -42,7 +41,7 @@ class BastionDSpark(BastionSpeculator, DSparkSpeculator):
         assert count is not None
 
         def best(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return current_host().top_k(model.compute_draft_logits(rows), count)
+            return torch.topk(model.compute_draft_logits(rows), count)
 
         values, draft_ids = by_parts(best, hidden_states, num_reqs)  # [R * D, M]
         candidates = model.map_draft_to_target(draft_ids).view(num_reqs, depth, count)

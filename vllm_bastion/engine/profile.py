@@ -50,7 +50,6 @@ def profile(runner: Any) -> None:
     config, runtime = settings_of(runner.vllm_config), runtime_of(runner.vllm_config)
     start = time.perf_counter()
     if config.bastion_budget == "adaptive":
-        current_host().prepare_timing(runner)
         timed = _time_on_gpu if current_host().runs_ahead else _time_on_cpu
         draft_ms, verify_ms = timed(runner)
         runner.adaptive_verification.set_cost_curves(draft_ms, verify_ms)
@@ -80,7 +79,7 @@ def _estimator(runner: Any, config: BastionSpeculativeConfig, verify_ms: Curve) 
     group = get_world_group()
     own = (device_spec(runner.device, model.dtype), verify_ms)
     device, samples = group.broadcast_object(own, src=0) if group.world_size > 1 else own
-    sizes = current_host().captured_sizes(runner.cudagraph_manager)
+    sizes = _captured(runner)
     name: Any = config.bastion_latency_model
     return Estimator(name, shape, device, samples, runner.max_num_tokens, _CONTEXT, sizes)
 
@@ -88,7 +87,7 @@ def _estimator(runner: Any, config: BastionSpeculativeConfig, verify_ms: Curve) 
 def _time_on_gpu(runner: Any) -> tuple[Curve, Curve]:
     """ms of drafts by requests, and of passes by rows, at the sizes of vLLM's graphs and beyond."""
     manager, forward, draft = runner.adaptive_verification, defaultdict(list), defaultdict(list)
-    sizes = current_host().captured_sizes(runner.cudagraph_manager)
+    sizes = _captured(runner)
     rows = sizes + _beyond(sizes, runner.max_num_tokens)
     manager._cudagraph_limit = sizes[-1] if sizes else 1
     with runner.step_timing.collect() as samples:
@@ -102,6 +101,12 @@ def _time_on_gpu(runner: Any) -> tuple[Curve, Curve]:
             draft[sample.num_reqs].append(sample.drafter_ms)
     heads = _heads(runner, [n for n in rows if n <= manager.max_total_logits] or rows[:1])
     return _medians(draft), [(n, ms + heads(n)) for n, ms in _medians(forward)]
+
+
+def _captured(runner: Any) -> list[int]:
+    """Token counts of the FULL graphs, ascending; empty without graphs."""
+    manager = runner.cudagraph_manager
+    return [] if manager is None else list(manager.captured_token_counts())
 
 
 def _beyond(sizes: list[int], most: int) -> list[int]:
@@ -136,9 +141,21 @@ def _time_on_cpu(runner: Any) -> tuple[Curve, Curve]:
         return (time.perf_counter() - start) * 1e3
 
     def draft(size: int) -> float:
-        with runner.step_timing.collect() as samples:
+        # vLLM's marks are stubs on a CPU.
+        propose, taken = runner.speculator.propose, list[float]()
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            drafted = propose(*args, **kwargs)
+            taken.append((time.perf_counter() - start) * 1e3)
+            return drafted
+
+        runner.speculator.propose = timed
+        try:
             tree_step(runner, size)
-        return float(samples[0].drafter_ms)
+        finally:
+            del runner.speculator.propose
+        return taken[0]
 
     verify_ms = _timed(forward, rows, 0.7 * _SECONDS)
     return _timed(draft, reqs, 0.3 * _SECONDS), verify_ms
@@ -226,6 +243,6 @@ def _summary(runner: Any, seconds: float) -> str:
         (
             f"Bastion: {drafter}, gamma {config.bastion_gamma}, {trees.top_k} candidates, at most "
             f"{config.num_speculative_tokens} nodes, budget {budget}{timed}",
-            *choices.texts(),
+            *choices,
         )
     )

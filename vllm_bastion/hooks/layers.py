@@ -50,11 +50,6 @@ def cpu_product(original: Callable[..., Any], layer: Any, remove_weight: bool) -
     return None if installed else original(layer, remove_weight)
 
 
-def top_k(original: Callable[..., Any], scores: Any, k: int) -> Any:
-    """Ours on a CPU."""
-    return current_host().top_k(scores, k, original)
-
-
 def load_compiled(original: Callable[..., Any], model: Any, aot_compilation_path: str) -> Any:
     """Load what an earlier start compiled, also on a CPU."""
     if bastion_config(model.vllm_config) is None:

@@ -123,13 +123,6 @@ HOOKS: tuple[Hook, ...] = (
         when=BASTION_WORKER,
     ),
     Hook(
-        target="vllm.model_executor.layers.logits_processor:_topk",
-        wrapper="layers:top_k",
-        expects="(scores, k)",
-        why="PyTorch's top-k of a vocabulary takes three times as long as ours on a CPU",
-        when=BASTION_WORKER,
-    ),
-    Hook(
         target="vllm.compilation.decorators:_try_load_aot_compiled_fn",
         wrapper="layers:load_compiled",
         expects="(model, aot_compilation_path)",
