@@ -174,9 +174,8 @@ def gather_block_tables(draw: Draw, masked: bool) -> Launch:
     )  # fmt: skip
 
 
-@case(f"{_GPU}.block_table:_compute_slot_mappings_kernel", cp_size=1)
-@case(f"{_GPU}.block_table:_compute_slot_mappings_kernel/two_ranks", cp_size=2)
-def compute_slot_mappings(draw: Draw, cp_size: int) -> Launch:
+@case(f"{_GPU}.block_table:_compute_slot_mappings_kernel")
+def compute_slot_mappings(draw: Draw) -> Launch:
     widths, sizes, starts = [16, 8], [4, 8], draw.starts(7)
     tables = [draw.ints(0, 90, SLOTS, width) for width in widths]
     tokens = int(starts[-1]) + 6
@@ -187,14 +186,14 @@ def compute_slot_mappings(draw: Draw, cp_size: int) -> Launch:
         block_sizes=torch.tensor(sizes, dtype=torch.int32),
         slot_mapping_enabled=torch.tensor([True, not draw.hostile]),
         dcp_sharded=torch.tensor([True, False]), slot_mappings_ptr=draw.longs(-9, 0, 2, tokens),
-        cp_rank=1 if cp_size > 1 else 0, CP_SIZE=cp_size, CP_INTERLEAVE=2 if cp_size > 1 else 1,
+        cp_rank=0, CP_SIZE=1, CP_INTERLEAVE=1,
         PAD_ID=-1, TRITON_BLOCK_SIZE=4,
     )  # fmt: skip
 
 
-@case(_DFLASH, from_anchor=False, cp_size=1)
-@case(f"{_DFLASH}/from_anchor_of_a_rank", from_anchor=True, cp_size=2)
-def prepare_dflash_inputs(draw: Draw, from_anchor: bool, cp_size: int) -> Launch:
+@case(_DFLASH, from_anchor=False)
+@case(f"{_DFLASH}/from_anchor", from_anchor=True)
+def prepare_dflash_inputs(draw: Draw, from_anchor: bool) -> Launch:
     starts = draw.starts(9, 1)
     lengths = starts.diff()
     tokens, queries, most = int(starts[-1]), STEPS + 1 - from_anchor, SLOTS * (STEPS + 1) + 3
@@ -220,9 +219,8 @@ def prepare_dflash_inputs(draw: Draw, from_anchor: bool, cp_size: int) -> Launch
         num_rejected_ptr=(draw.ints(0, 9, REQS) % lengths).to(torch.int32),
         block_table_ptr=draw.rows(draw.ints(0, 9, REQS, 12)), parallel_drafting_token_id=77,
         block_size=4, num_query_per_req=queries, num_speculative_steps=STEPS, max_num_reqs=SLOTS,
-        max_num_tokens=most, max_model_len=48, cp_rank=1 if cp_size > 1 else 0,
-        SAMPLE_FROM_ANCHOR=from_anchor, PAD_SLOT_ID=-1, CP_SIZE=cp_size,
-        CP_INTERLEAVE=2 if cp_size > 1 else 1, BLOCK_SIZE=8,
+        max_num_tokens=most, max_model_len=48, cp_rank=0, SAMPLE_FROM_ANCHOR=from_anchor,
+        PAD_SLOT_ID=-1, CP_SIZE=1, CP_INTERLEAVE=1, BLOCK_SIZE=8,
     )  # fmt: skip
 
 

@@ -81,18 +81,6 @@ def _gather_block_tables(
                 row[j] = blocks[j] if j >= null else 0
 
 
-@njit
-def cp_local_slot(position, block_id, block_size, cp_rank, cp_size, interleave, pad):
-    """vLLM's `cp_local_slot`: the cache slot on this rank, or `pad` if another rank has it."""
-    offset = position % (block_size * cp_size)
-    if cp_size == 1:
-        return block_id * block_size + offset
-    if offset // interleave % cp_size != cp_rank:
-        return pad
-    local = offset // (interleave * cp_size) * interleave + offset % interleave
-    return block_id * block_size + local
-
-
 @replacement(f"{_BLOCKS}:_compute_slot_mappings_kernel")
 def _compute_slot_mappings(
     grid0,
@@ -114,11 +102,11 @@ def _compute_slot_mappings(
     PAD_ID,
     TRITON_BLOCK_SIZE,
 ):
+    assert CP_SIZE == 1  # vLLM's attention for CPUs has no context parallelism
     num_reqs = grid1 - 1
     for group in range(grid0):
         out = group * slot_mappings_stride
         size, stride = block_sizes[group], block_table_strides[group]
-        cp_size = CP_SIZE if dcp_sharded[group] else 1
         for j in range(query_start_loc[num_reqs], max_num_tokens):
             slot_mappings_ptr[out + j] = PAD_ID
         for i in range(num_reqs):
@@ -131,7 +119,4 @@ def _compute_slot_mappings(
                 continue
             row = int32_at(block_table_ptrs[group], (slot + 1) * stride)[slot * stride :]
             for j in range(start, end):
-                block = row[pos[j] // (size * cp_size)]
-                slot_mappings_ptr[out + j] = cp_local_slot(
-                    pos[j], block, size, cp_rank, cp_size, CP_INTERLEAVE, PAD_ID
-                )
+                slot_mappings_ptr[out + j] = row[pos[j] // size] * size + pos[j] % size

@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 from bastion_kernels.cpu.cache import njit
-from vllm_bastion.cpu.replacements.blocks import cp_local_slot
 from vllm_bastion.cpu.replacements.launch import replacement, row_of
 
 
 @njit
-def _slot(row, pos, block_size, cp_rank, cp_size, interleave, pad):
+def _slot(row, pos, block_size, pad):
     """The cache slot of a position, or `pad`: block 0 is the null block and must not be written."""
-    block = row[min(pos // (block_size * cp_size), len(row) - 1)]
-    if block == 0:
-        return pad
-    return cp_local_slot(pos, block, block_size, cp_rank, cp_size, interleave, pad)
+    block = row[min(pos // block_size, len(row) - 1)]
+    return pad if block == 0 else block * block_size + pos % block_size
 
 
 @replacement("vllm.v1.worker.gpu.spec_decode.dflash.speculator:_prepare_dflash_inputs_kernel")
@@ -61,7 +58,7 @@ def _prepare_dflash_inputs(
 ):
     span = grid1 * BLOCK_SIZE
     first_sample = 0 if SAMPLE_FROM_ANCHOR else 1
-    layout = (block_size, cp_rank, CP_SIZE, CP_INTERLEAVE, PAD_SLOT_ID)
+    assert CP_SIZE == 1  # vLLM's attention for CPUs has no context parallelism
     for i in range(grid0):
         slot = idx_mapping_ptr[i]
         row = row_of(block_table_ptr, block_table_stride, i)
@@ -77,7 +74,7 @@ def _prepare_dflash_inputs(
             pos, kv_slot = 0, PAD_SLOT_ID
             if j < num_valid:
                 pos = target_positions_ptr[begin + j]
-                kv_slot = _slot(row, pos, *layout)
+                kv_slot = _slot(row, pos, block_size, PAD_SLOT_ID)
             out_context_positions_ptr[begin + j] = pos
             out_context_slot_mapping_ptr[begin + j] = kv_slot
 
@@ -89,7 +86,7 @@ def _prepare_dflash_inputs(
             out_query_positions_ptr[base + j] = min(pos, max_model_len - 1)
             if out_is_padding_ptr is not None:
                 out_is_padding_ptr[base + j] = False
-            out_query_slot_mapping_ptr[base + j] = _slot(row, pos, *layout)
+            out_query_slot_mapping_ptr[base + j] = _slot(row, pos, block_size, PAD_SLOT_ID)
             if j >= first_sample:
                 sample = i * num_speculative_steps + j - first_sample
                 out_sample_indices_ptr[sample] = base + j
