@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bastion_kernels.cpu.linear import can_multiply
-from vllm_bastion.cpu import context_kv, linear
+from vllm_bastion.cpu import context_kv
 
 LAYERS, HEADS, DIM, HIDDEN = 3, 2, 16, 64
 
@@ -37,23 +36,15 @@ def drafter(dtype: torch.dtype) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_context(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_context(dtype: torch.dtype) -> None:
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 
-    monkeypatch.setattr(linear, "MIN_WEIGHT_BYTES", 0)
     model, states = drafter(dtype), torch.randn(5, HIDDEN).to(dtype)
     sizes = (states, len(states), LAYERS, HEADS, DIM)
     expected = DFlashQwen3Model._project_context_kv(model, *sizes)
     before = model._rope_cos_sin_cache
     context_kv.install(model)
     assert torch.equal(model._rope_cos_sin_cache, before.to(dtype))
-    ours = dtype == torch.bfloat16 and can_multiply()
-    assert hasattr(model, "_project_context_kv") == ours
-    if ours:
-        for got, wanted in zip(model._project_context_kv(*sizes), expected, strict=True):
-            assert got.is_contiguous() and got.shape == wanted.shape
-            # Sums of 64 products in another order, rounded to 8 bits.
-            torch.testing.assert_close(got, wanted, rtol=2**-7, atol=2**-4)
     keys = expected[0]
     normed = model._normalize_context_k(keys).float()
     for layer in range(LAYERS):

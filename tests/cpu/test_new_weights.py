@@ -15,7 +15,6 @@ from vllm_bastion.cpu.build import is_cpu_build
 if not is_cpu_build() or not torch.cpu._is_vnni_supported():
     pytest.skip("for CPUs that multiply int8", allow_module_level=True)
 
-from bastion_kernels.cpu.linear import pack_weight
 from vllm_bastion.cpu import context_kv, int8, linear
 from vllm_bastion.cpu.renew import repack
 from vllm_bastion.engine.weights import _join, loading_drafter
@@ -114,12 +113,7 @@ def drafter_model(layers: int) -> SimpleNamespace:
     return model
 
 
-@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=ours)])
-def test_a_drafters_joined_weights_follow_its_layers(
-    packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not packed:
-        monkeypatch.setattr(linear, "has_linear", lambda: False)
+def test_a_drafters_joined_weights_follow_its_layers() -> None:
     model = drafter_model(3)
     context_kv.install(model)
     joined = model._fused_kv_weight
@@ -128,7 +122,7 @@ def test_a_drafters_joined_weights_follow_its_layers(
         one.self_attn.qkv_proj.weight.data.copy_(weight)
         context_kv.take_rows(one.self_attn.qkv_proj)
     expected = torch.cat([weight[16:] for weight in new])
-    assert torch.equal(joined, pack_weight(expected) if packed else expected)
+    assert torch.equal(joined, expected)
     context_kv.take_rows(layer(random(48, 32, seed=1)))  # of another model
 
 

@@ -130,13 +130,6 @@ _OBJECTS = (
         when=_CPU_DRAFTER,
     ),
     Change(
-        target=f"{_DRAFTER}:DFlashQwen3Model._project_context_kv",
-        why="it multiplies outside of vLLM's linear layers",
-        what="`cpu.context_kv` uses our product, and packs `_fused_kv_weight` for it",
-        upstream="the drafter uses a linear layer",
-        when=_BF16_PRODUCTS,
-    ),
-    Change(
         target=f"{_DRAFTER}:DFlashQwen3ForCausalLM.lm_head",
         why="the drafter shares the target's head, which must stay exact",
         what="`cpu.int8` gives the drafter a copy that multiplies in int8",

@@ -16,16 +16,13 @@ import torch
 from torch import Tensor, nn
 from vllm import _custom_ops as ops
 
-from bastion_kernels.cpu.linear import pack_weight
-from vllm_bastion.cpu.linear import takes_weight
-
 # Layer that projects queries, keys and values -> where its rows of keys and values start, and their
 # part of the product of all layers.
 _fused_parts: WeakKeyDictionary[nn.Module, tuple[int, Tensor]] = WeakKeyDictionary()
 
 
 def install(model: Any) -> None:
-    """Replace `_normalize_context_k`, and `_project_context_kv` where our product is used.
+    """Replace `_normalize_context_k`.
 
     model: vLLM's DFlashQwen3Model or a similar one, with its weights loaded.
     """
@@ -36,25 +33,18 @@ def install(model: Any) -> None:
     weight = getattr(model, "_fused_kv_weight", None)
     if weight is None:
         return
-    parts = weight.chunk(len(model.layers))
-    packed = pack_weight(weight) if takes_weight(weight) else None
-    if packed is not None and pack_weight(parts[0]) is not None:
-        model._fused_kv_weight = packed
-        model._project_context_kv = MethodType(project_context_kv, model)
-        parts = packed.chunk(len(model.layers))
-    for layer, part in zip(model.layers, parts, strict=True):
+    for layer, part in zip(model.layers, weight.chunk(len(model.layers)), strict=True):
         _fused_parts[layer.self_attn.qkv_proj] = layer.self_attn.q_size, part
 
 
 def take_rows(layer: Any) -> None:
-    """Copy a layer's new keys and values to the product of all layers, before they are packed."""
+    """Copy a layer's new weights of keys and values to the product of all layers.
+
+    Called before the layer's own product frees them.
+    """
     if layer in _fused_parts:
         first, part = _fused_parts[layer]
-        rows: Tensor | None = layer.weight.data[first:]
-        if part.ndim == 3 and rows is not None:
-            rows = pack_weight(rows)
-        assert rows is not None  # packed as the part was
-        part.copy_(rows)
+        part.copy_(layer.weight.data[first:])
 
 
 def normalize_context_k(self: Any, all_k: Tensor) -> Tensor:
@@ -63,15 +53,3 @@ def normalize_context_k(self: Any, all_k: Tensor) -> Tensor:
     for layer, weight in enumerate(self._k_norm_weights):
         ops.rms_norm(out[layer], all_k[layer], weight, self._rms_norm_eps)
     return out
-
-
-def project_context_kv(
-    self: Any, states: Tensor, num_ctx: int, num_layers: int, num_kv_heads: int, head_dim: int
-) -> tuple[Tensor, Tensor]:
-    """Keys and values of all layers, [L, T, heads, d] each, from states [T, H], as vLLM does."""
-    normed = torch.empty_like(states)
-    ops.rms_norm(normed, states, self._hidden_norm_weight, self._rms_norm_eps)
-    flat = torch.ops.vllm_bastion.linear(normed, self._fused_kv_weight, self._fused_kv_bias)
-    both = flat.view(num_ctx, num_layers, 2, num_kv_heads, head_dim)
-    keys, values = both.permute(2, 1, 0, 3, 4).contiguous()
-    return keys, values
