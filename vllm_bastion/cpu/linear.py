@@ -115,6 +115,11 @@ def install_linear(layer: Any, remove_weight: bool) -> bool:
     return True
 
 
+def forget_shared() -> None:
+    """Let layers that share a weight pack it anew: its values have changed."""
+    _packed.clear()
+
+
 def packed_weight(layer: Any) -> Tensor | None:
     """The packed weight that a layer multiplies by; None if its product is not ours."""
     return getattr(vars(layer).get("cpu_linear"), "packed", None)
