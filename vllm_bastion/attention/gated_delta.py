@@ -10,7 +10,7 @@ as long as the engine. On a CPU one call runs both, and the steps between them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,8 +31,6 @@ class CommitInputs:
     key: torch.Tensor  # [M, Hk, K]
     updates: torch.Tensor  # [M, H, V] fp32
     decays: torch.Tensor  # [M, H] fp64
-    # The host's own object for one layer.
-    of_host: Any = None
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.conv_input, self.key, self.updates, self.decays
@@ -81,9 +79,8 @@ class TreeRows:
     step_rows: torch.Tensor | None
     # by layer name
     commit_inputs: Mapping[str, CommitInputs]
-    # A CPU's kernel, see `Host.run_gated_delta`, and its object for these rows.
+    # A CPU's kernel, see `Host.run_gated_delta`.
     native: Callable[..., None]
-    of_host: Any = field(default=None, init=False)
 
 
 @dataclass(kw_only=True)

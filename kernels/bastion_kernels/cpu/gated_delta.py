@@ -2,8 +2,7 @@
 """Gated delta layers over trees on a CPU.
 
 `GatedDeltaLayer` runs a layer's convolution, normalisation and recurrence in one call. On a GPU
-these are `short_conv_tree`, a kernel of vLLM and `gated_delta_tree`. As in `cpu.attention`, the
-arguments of a layer and those of a step are prepared once each. The kernels are
+these are `short_conv_tree`, a kernel of vLLM and `gated_delta_tree`. The kernels are
 `csrc/gated_delta.cpp` and `csrc/gated_delta_commit.cpp`.
 """
 
@@ -128,7 +127,6 @@ class GatedDeltaLayer:
         self._tensors = (
             weight, decay_log, decay_bias, conv_state, state, conv_input, key, updates, decays,
         )  # fmt: skip
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors[:5]]
         heads, width = updates.shape[1:]
         self._args = _LayerArgs(
             heads, *key.shape[1:], width, weight.shape[1], FORMATS[key.dtype],
@@ -138,10 +136,6 @@ class GatedDeltaLayer:
             decays.data_ptr(), scale,
         )  # fmt: skip
         self._run = library.load().bastion_gated_delta
-
-    def has(self, *tensors: Tensor) -> bool:
-        """Whether the first five tensors still have these addresses."""
-        return self._addresses == [tensor.data_ptr() for tensor in tensors]
 
     def __call__(
         self, step: GatedDeltaStep, mixed: Tensor, b: Tensor, a: Tensor, out: Tensor
