@@ -21,7 +21,7 @@ import torch
 from scipy.stats import chisquare
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.ops import topk_topp_sampler
-from vllm.v1.worker.gpu.sample import logit_bias, min_p, penalties
+from vllm.v1.worker.gpu.sample import gumbel, logit_bias, min_p, penalties
 from vllm.v1.worker.gpu.sample import states as sampling_states
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
@@ -207,6 +207,7 @@ def fast_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         (penalties, "_penalties_kernel"),
         (logit_bias, "_bias_kernel"),
         (min_p, "_min_p_kernel"),
+        (gumbel, "_gumbel_sample_kernel"),
     ):
         monkeypatch.setattr(module, kernel, REPLACEMENTS[f"{module.__name__}:{kernel}"])
     np.random.seed(11)  # where vLLM takes the seeds of unseeded requests from
