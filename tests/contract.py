@@ -51,22 +51,6 @@ engine/profile.py hooks/worker.py
 config.py
   vllm.config.speculative:SpeculativeConfig.max_num_new_slots_for_drafting @beside 437e6c68
       18436348
-cpu/attention.py
-  vllm._custom_ops:cpu_attention_with_kv_cache @why plain rows call the op in place of the
-      backend, with arguments in this order @body query: torch.Tensor, … key_cache:
-      torch.Tensor, … value_cache: torch.Tensor, … output: torch.Tensor, … query_start_loc:
-      torch.Tensor, … seq_lens: torch.Tensor, … scale: float, … causal: bool, … alibi_slopes:
-      torch.Tensor | None, … sliding_window: int, … block_table: torch.Tensor, … softcap: float,
-      … scheduler_metadata: torch.Tensor, … s_aux: torch.Tensor | None, … dynamic_causal:
-      torch.Tensor | None = None, … k_scale: float = 1.0, … v_scale: float = 1.0, …
-      kv_cache_dtype: str = "auto",
-  LAYERS.attention.attention:Attention.forward @why a backend that says so writes the cache
-      itself @body not self.attn_backend.forward_includes_kv_cache_update
-cpu/linear.py
-  vllm._custom_ops:onednn_mm @why a head calls the op itself, with room for its result @body
-      output, x.reshape(-1, dnnl_handler.k), bias, dnnl_handler.handler_tensor
-  LAYERS.utils:dispatch_cpu_unquantized_gemm @why a head takes oneDNN where vLLM does: unless
-      this check holds @body check_cpu_sgl_kernel(N, K, dtype)
 cpu/stored_graphs.py
   vllm.compilation.decorators:_try_load_aot_compiled_fn @why a loaded function must have this
       method @body ._artifacts.compiled_fn.finalize_loading(
