@@ -9,8 +9,6 @@ from attention_batch import Batch, Request, chain, mixed, random_parents, star
 from op_helpers import using_threads
 from torch import Tensor
 
-import bastion_kernels.cpu.attention as cpu_module
-from bastion_kernels import AttentionLayer, AttentionStep
 from bastion_kernels.attention.kv_layout import (
     AMX,
     OTHER,
@@ -108,36 +106,6 @@ def test_a_path_has_the_bits_of_a_chain_of_any_length(
     for node in range(33):
         nodes, alone = tree.path_alone(node)
         assert torch.equal(got[nodes], alone.cpu()[: len(nodes)])
-
-
-def test_layers_share_a_step_and_serve_the_next() -> None:
-    batch = Batch(mixed(1), page=32, dim=32, window=9, sinks=True, softcap=0.8)
-    batch.layout, starts = make(VECTOR, 32, 32), batch.starts
-    cache = batch.layout.write(batch.kv)
-    kinds = [{}, {"window": 9, "sinks": batch.sinks, "softcap": 0.8}]
-    layers = [
-        cpu_module.AttentionLayer(cache, 4, batch.scale, layout=batch.layout, **kind)
-        for kind in kinds
-    ]
-    for first, last in ((0, 7), (2, 6), (0, 3)):
-        rows, own = slice(int(starts[first]), int(starts[last])), slice(first, last)
-        tables = (
-            batch.table[own], starts[first : last + 1] - rows.start, batch.lengths[own],
-            batch.tails[own], batch.slots[own], batch.bits,
-        )  # fmt: skip
-        step = cpu_module.AttentionStep(*tables, batch.depths)
-        for layer, kind in zip(layers, kinds, strict=True):
-            got, alone = torch.zeros(2, *batch.query[rows].shape)
-            layer(step, batch.query[rows], got)
-            cpu_module.tree_attention_cpu(
-                AttentionLayer(cache, batch.scale, layout=batch.layout, **kind),
-                AttentionStep(*tables, batch.depths), batch.query[rows], alone,
-            )  # fmt: skip
-            assert torch.equal(got, alone)
-            batch.window, batch.sinks = kind.get("window", 0), kind.get("sinks")
-            batch.softcap = kind.get("softcap", 0.0)
-            truth = batch.dense(torch.float64)[rows]
-            torch.testing.assert_close(got.double(), truth, rtol=1e-4, atol=1e-5)
 
 
 def test_threads_change_no_bit() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +25,8 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from bastion_kernels import KVLayout, learn_layout
-from bastion_kernels.cpu.attention import AttentionLayer as TreeAttentionLayer
-from bastion_kernels.cpu.attention import AttentionStep
+from bastion_kernels import AttentionLayer as TreeAttentionLayer
+from bastion_kernels import AttentionStep, KVLayout, learn_layout
 from vllm_bastion.attention.kv_cache import float8
 from vllm_bastion.attention.metadata import TreeMetadata
 from vllm_bastion.policy.trees import Trees
@@ -154,7 +154,6 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         self.tree_sinks = None if self.sinks is None else self.sinks.float()
         self._dtype = act_dtype
-        self._ours: TreeAttentionLayer | None = None
 
     def cache_layout(self, layer: AttentionLayer, kv_cache: torch.Tensor) -> KVLayout:
         """kv_cache: [blocks, Hkv, block_size, 2d]."""
@@ -187,31 +186,25 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
                 super().forward(layer, queries, key, value, kv_cache, part.plain, outputs)
             else:
                 assert part.step is not None
-                self._with_cache(layer, query, kv_cache)(part.step, queries, outputs)
+                self._with_cache(layer, kv_cache).cpu(part.step, queries, outputs)
             if part.rows is not None:
                 output.index_copy_(0, part.rows, outputs)
         return output
 
-    def _with_cache(
-        self, layer: AttentionLayer, query: torch.Tensor, kv_cache: torch.Tensor
-    ) -> TreeAttentionLayer:
-        """Our loops over the layer's cache; rebuilt when vLLM gives the layer another cache."""
-        ours = self._ours
-        if ours is None or ours.kv_cache.data_ptr() != kv_cache.data_ptr():
-            stored = float8(self.kv_cache_dtype)
-            ours = self._ours = TreeAttentionLayer(
-                kv_cache if stored is None else kv_cache.view(stored),
-                query.shape[1],
-                self.scale,
-                dtype=query.dtype,
-                softcap=self.logits_soft_cap,
-                window=max(self.sliding_window, 0),
-                sinks=self.tree_sinks,
-                k_scale=layer._k_scale_float,
-                v_scale=layer._v_scale_float,
-                layout=self.cache_layout(layer, kv_cache),
-            )
-        return ours
+    def _with_cache(self, layer: Any, kv_cache: torch.Tensor) -> TreeAttentionLayer:
+        """Our loops over the layer's cache."""
+        stored, scales = float8(self.kv_cache_dtype), {}
+        if stored is not None:
+            scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+        return TreeAttentionLayer(
+            kv_cache if stored is None else kv_cache.view(stored),
+            self.scale,
+            softcap=self.logits_soft_cap,
+            window=max(self.sliding_window, 0),
+            sinks=self.tree_sinks,
+            layout=self.cache_layout(layer, kv_cache),
+            **scales,
+        )
 
 
 class TreeCPUAttentionBackend(CPUAttentionBackend):

@@ -15,7 +15,7 @@ before its own; a node's position is its root's plus its depth. A sink is an add
 score of a head; its value is zero.
 
 `AttentionStep` has the arguments common to all layers of a step, `AttentionLayer` those common to
-all steps of a layer. `cpu.attention` has an equivalent pair that is prepared once for many calls.
+all steps of a layer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tree attention on a CPU, over a cache in the layout of vLLM's own CPU kernels.
 
-A model calls it once per layer and step. The arguments of a layer and those of a step are prepared
-once each, so a call only fills in the addresses of its rows. The kernel is `csrc/attention.cpp`.
+The kernel is `csrc/attention.cpp`.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from bastion_kernels.attention.kv_layout import AMX, KVLayout
 from bastion_kernels.cpu import library
 
 if TYPE_CHECKING:
-    from bastion_kernels.attention import tree_attention as attention
+    from bastion_kernels.attention.tree_attention import AttentionLayer, AttentionStep
 
-__all__ = ["FORMATS", "AttentionLayer", "AttentionStep", "tree_attention_cpu"]
+__all__ = ["FORMATS", "tree_attention_cpu"]
 
 # `Format` of csrc/vectors.h: first the dtypes of queries and caches, then those of caches only. The
 # kernel reads a float8 as a float16 of 1/factor of its value.
@@ -48,95 +47,8 @@ def _rows(page: int, dim: int, stride: int) -> KVLayout:
     return KVLayout.rows(page, dim, stride)
 
 
-class AttentionStep:
-    """The requests of a step, for every layer; the arguments are as in `tree_attention`.
-
-    Every call reads the tensors.
-    """
-
-    def __init__(
-        self,
-        block_table: Tensor,
-        query_start_loc: Tensor,
-        seq_lens: Tensor,
-        tail_lens: Tensor,
-        slots: Tensor,
-        ancestor_bits: Tensor,
-        depths: Tensor | None = None,
-    ) -> None:
-        # The arguments hold addresses only.
-        self._tensors = (
-            block_table, query_start_loc, seq_lens, tail_lens, slots, ancestor_bits, depths,
-        )  # fmt: skip
-        self.args = StepArgs(
-            seq_lens.shape[0], block_table.data_ptr(), block_table.stride(0),
-            query_start_loc.data_ptr(), seq_lens.data_ptr(), tail_lens.data_ptr(),
-            slots.data_ptr(), ancestor_bits.data_ptr(), ancestor_bits.shape[0],
-            *ancestor_bits.stride()[:2], ancestor_bits.shape[1],
-            None if depths is None else depths.data_ptr(),
-            0 if depths is None else depths.stride(0),
-        )  # fmt: skip
-
-
-class AttentionLayer:
-    """A layer with its cache; the arguments are as in `tree_attention`.
-
-    Args:
-        kv_cache: of the queries' dtype, or of a float8.
-        heads: Hq.
-        dtype: of the queries.
-        k_scale, v_scale: factors of a float8 cache's keys and values.
-        layout: of the cache, of rows if None.
-    """
-
-    def __init__(
-        self,
-        kv_cache: Tensor,
-        heads: int,
-        scale: float,
-        *,
-        dtype: torch.dtype | None = None,
-        softcap: float = 0.0,
-        window: int = 0,
-        sinks: Tensor | None = None,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
-        layout: KVLayout | None = None,
-    ) -> None:
-        dtype = kv_cache.dtype if dtype is None else dtype
-        cache_format, factor = _FLOAT8.get(kv_cache.dtype) or (FORMATS[dtype], 1.0)
-        blocks, kv_heads, page, dim = *kv_cache.shape[:3], kv_cache.shape[3] // 2
-        if layout is None:
-            layout = _rows(page, dim, kv_cache.stride(2))
-        # The arguments hold addresses only.
-        self.kv_cache, self._tensors = kv_cache, (layout.offsets, sinks)
-        tiles = layout.kind == AMX and kv_cache.dtype == torch.bfloat16 and library.has_tiles()
-        self._args = LayerArgs(
-            heads, kv_heads, dim, FORMATS[dtype], kv_cache.data_ptr(), cache_format, blocks, page,
-            *kv_cache.stride()[:2], layout.kind, tiles, layout.offsets.data_ptr(), window,
-            None if sinks is None else sinks.data_ptr(), scale * k_scale * factor, softcap,
-            v_scale * factor,
-        )  # fmt: skip
-        self._run = library.load().bastion_tree_attention
-
-    def __call__(self, step: AttentionStep, query: Tensor, out: Tensor) -> None:
-        """query: [T, Hq, d] of the layer's dtype, any strides; out: [T, Hq, d], written."""
-        if query.stride(2) != 1:
-            query = query.contiguous()
-        result = out
-        if out.stride(2) != 1:
-            out = out.contiguous()
-        rows = RowsArgs(
-            torch.get_num_threads(), query.data_ptr(), *query.stride()[:2], out.data_ptr(),
-            *out.stride()[:2],
-        )  # fmt: skip
-        self._run(ctypes.byref(self._args), ctypes.byref(step.args), ctypes.byref(rows))
-        if out is not result:
-            result.copy_(out)
-
-
 def tree_attention_cpu(
-    layer: attention.AttentionLayer, step: attention.AttentionStep, query: Tensor, out: Tensor
+    layer: AttentionLayer, step: AttentionStep, query: Tensor, out: Tensor
 ) -> None:
     """See `bastion_kernels.AttentionLayer`; the queries' dtype is one of `FORMATS`.
 
@@ -145,11 +57,35 @@ def tree_attention_cpu(
     """
     if query.dtype not in FORMATS:
         raise TypeError(f"tree_attention: a CPU has no kernel for {query.dtype} queries")
+    cache, bits, depths = layer.kv_cache, step.ancestor_bits, step.depths
+    cache_format, factor = _FLOAT8.get(cache.dtype) or (FORMATS[query.dtype], 1.0)
     k_scale, v_scale = (1.0 if x is None else float(x) for x in (layer.k_scale, layer.v_scale))
-    prepared = AttentionLayer(
-        layer.kv_cache, query.shape[1], layer.scale, dtype=query.dtype, softcap=layer.softcap,
-        window=layer.window, sinks=layer.sinks, k_scale=k_scale, v_scale=v_scale,
-        layout=layer.layout,
+    blocks, kv_heads, page, dim = *cache.shape[:3], cache.shape[3] // 2
+    layout = _rows(page, dim, cache.stride(2)) if layer.layout is None else layer.layout
+    tiles = layout.kind == AMX and cache.dtype == torch.bfloat16 and library.has_tiles()
+    layer_args = LayerArgs(
+        query.shape[1], kv_heads, dim, FORMATS[query.dtype], cache.data_ptr(), cache_format, blocks,
+        page, *cache.stride()[:2], layout.kind, tiles, layout.offsets.data_ptr(), layer.window,
+        None if layer.sinks is None else layer.sinks.data_ptr(), layer.scale * k_scale * factor,
+        layer.softcap, v_scale * factor,
     )  # fmt: skip
-    tables = step.block_table, step.query_start_loc, step.seq_lens, step.tail_lens, step.slots
-    prepared(AttentionStep(*tables, step.ancestor_bits, step.depths), query, out)
+    step_args = StepArgs(
+        step.seq_lens.shape[0], step.block_table.data_ptr(), step.block_table.stride(0),
+        step.query_start_loc.data_ptr(), step.seq_lens.data_ptr(), step.tail_lens.data_ptr(),
+        step.slots.data_ptr(), bits.data_ptr(), bits.shape[0], *bits.stride()[:2], bits.shape[1],
+        None if depths is None else depths.data_ptr(), 0 if depths is None else depths.stride(0),
+    )  # fmt: skip
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    result = out
+    if out.stride(2) != 1:
+        out = out.contiguous()
+    rows_args = RowsArgs(
+        torch.get_num_threads(), query.data_ptr(), *query.stride()[:2], out.data_ptr(),
+        *out.stride()[:2],
+    )  # fmt: skip
+    library.load().bastion_tree_attention(
+        ctypes.byref(layer_args), ctypes.byref(step_args), ctypes.byref(rows_args)
+    )
+    if out is not result:
+        result.copy_(out)
