@@ -71,5 +71,6 @@ def test_what_v2_cannot_do_is_still_refused(host: Any) -> None:
     host()
     with pytest.raises(ValueError, match="does not yet support: elastic things"):
         engine_args.validate_v2_model_runner(print, engine(True, ("elastic things",)))
+    host(asked="1")
     with pytest.raises(ValueError, match="does not yet support: trace replay on a CPU"):
         engine_args.validate_v2_model_runner(print, engine(False, replay=True))

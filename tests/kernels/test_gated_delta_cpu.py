@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from attention_batch import POISON, Batch, Request, chain, mixed, random_parents
 from torch import Tensor
 
-from bastion_kernels.cpu.gated_delta import GatedDeltaLayer, GatedDeltaStep
+from bastion_kernels.cpu.gated_delta import gated_delta_layer
 from tests import references
 
 HALF = [torch.bfloat16, torch.float16]
@@ -60,16 +60,13 @@ class Layer:
     def run(self, step_rows: Tensor | None = None) -> tuple[Tensor, ...]:
         """The output and what is saved, by the kernel."""
         saved, batch = self.made(), self.batch
-        layer = GatedDeltaLayer(
-            self.weight, self.decay_log, self.decay_bias, self.conv_state, self.state, *saved,
-            self.scale,
-        )  # fmt: skip
-        step = GatedDeltaStep(
-            self.places, batch.starts, batch.tails, batch.slots, self.parents, step_rows
-        )
         out = torch.full((len(self.mixed), self.heads[0], self.width), POISON)
         out = out.to(self.mixed.dtype)
-        layer(step, self.mixed, self.b, self.a, out)
+        gated_delta_layer(
+            self.weight, self.decay_log, self.decay_bias, self.conv_state, self.state, saved,
+            self.scale, (self.places, batch.starts, batch.tails, batch.slots, self.parents),
+            step_rows, self.mixed, self.b, self.a, out,
+        )  # fmt: skip
         return out, *saved
 
     def expected(self) -> tuple[Tensor, ...]:

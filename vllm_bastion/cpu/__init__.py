@@ -10,7 +10,6 @@ replacements   Model Runner V2 launches Triton kernels, and vLLM's CPU build has
                kernel of method "bastion" and of plain decoding gets a native function
 noise          vLLM's Gumbel noise, bit for bit
 attention      vLLM's CPU attention takes no tree mask; it keeps prompts and plain rows
-gated_delta    a gated delta layer's tree rows in one call
 linear, int8   on a CPU steps are bound by the bandwidth of weights: int8 halves a drafter's, and
                our bf16 product reads the target's once for 17 rows where oneDNN does not
 context_kv     the keys that a drafter stores, normalised by each layer's own weights

@@ -136,10 +136,24 @@ class CpuHost(Host):
         accept_lazily(draw_rows, *walk)
         return processed
 
-    def run_gated_delta(self, *args: Any) -> None:
-        from vllm_bastion.cpu import gated_delta
+    def run_gated_delta(
+        self,
+        layer: Any,
+        weight: Tensor,
+        states: tuple[Tensor, Tensor],
+        rows: Any,
+        saved: Any,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    ) -> None:
+        from bastion_kernels.cpu.gated_delta import gated_delta_layer
 
-        gated_delta.run(*args)
+        count, trees = rows.state_rows.shape[0], rows.trees
+        tails, slots = trees.tail_lens[:count], trees.step_slots[:count]
+        step = rows.state_rows, rows.query_start_loc, tails, slots, trees.parents
+        model = weight, layer.A_log, layer.dt_bias
+        gated_delta_layer(
+            *model, *states, saved.tensors(), layer.head_k_dim**-0.5, step, rows.step_rows, *tensors
+        )
 
     # ---- the profile at the start ---------------------------------------------------------
 

@@ -49,24 +49,8 @@ def _moves(query_start_loc, cu_num_logits, path):
 
 
 @njit
-def _compact(caches, groups, slot_mappings, moves):
-    """Caches: equal views [blocks, heads, page, columns]."""
-    for from_row, to_row in moves:
-        for i, cache in enumerate(caches):
-            source, target = slot_mappings[groups[i], from_row], slot_mappings[groups[i], to_row]
-            if source >= 0 and target >= 0:
-                from_block, from_token = divmod(source, cache.shape[2])
-                to_block, to_token = divmod(target, cache.shape[2])
-                for head in range(cache.shape[1]):
-                    for column in range(cache.shape[3]):
-                        cache[to_block, head, to_token, column] = cache[
-                            from_block, head, from_token, column
-                        ]
-
-
-@njit
-def _compact_packed(caches, groups, offsets, slot_mappings, moves):
-    """Caches: equal views [blocks, heads, page * columns]; offsets: [page, columns]."""
+def _compact(caches, groups, stride_block, stride_head, heads, offsets, slot_mappings, moves):
+    """Caches: their memory, of equal strides; offsets: [page, columns] within a block's head."""
     page, columns = offsets.shape
     for from_row, to_row in moves:
         for i, cache in enumerate(caches):
@@ -74,16 +58,15 @@ def _compact_packed(caches, groups, offsets, slot_mappings, moves):
             if source >= 0 and target >= 0:
                 from_block, from_token = divmod(source, page)
                 to_block, to_token = divmod(target, page)
-                for head in range(cache.shape[1]):
-                    source_head, target_head = cache[from_block, head], cache[to_block, head]
+                for head in range(heads):
+                    given = cache[from_block * stride_block + head * stride_head :]
+                    out = cache[to_block * stride_block + head * stride_head :]
                     for column in range(columns):
-                        target_head[offsets[to_token, column]] = source_head[
-                            offsets[from_token, column]
-                        ]
+                        out[offsets[to_token, column]] = given[offsets[from_token, column]]
 
 
 class CompactPlan:
-    """NumPy views of the caches, by dtype and layout: Numba iterates over equal types only.
+    """NumPy views of the caches' memory, by dtype and layout: Numba iterates over equal types only.
 
     layouts: packing of each cache, None for rows.
     """
@@ -91,25 +74,29 @@ class CompactPlan:
     def __init__(
         self, entries: Sequence[tuple[Tensor, int]], layouts: Sequence[KVLayout | None]
     ) -> None:
-        kinds: dict[object, tuple[list[np.ndarray], list[int], KVLayout | None]] = {}
+        kinds: dict[object, tuple[list[np.ndarray], list[int], tuple[int, ...], np.ndarray]] = {}
         for (cache, group), layout in zip(entries, layouts, strict=True):
-            view = (cache if layout is None else cache.flatten(2)).numpy()
-            if layout is not None and not np.shares_memory(view, cache.numpy()):
-                raise ValueError("KVCompactor: the heads of a packed cache must be contiguous")
-            key = view.dtype, view.flags.c_contiguous, layout
-            caches, groups, _ = kinds.setdefault(key, ([], [], layout))
-            caches.append(view)
+            (_, heads, page, columns), strides = cache.shape, cache.stride()
+            size = 1 + sum((n - 1) * s for n, s in zip(cache.shape, strides, strict=True))
+            offsets = torch.arange(page)[:, None] * strides[2] + torch.arange(columns)
+            key = cache.dtype, strides, heads, page, columns, layout
+            caches, groups, _, _ = kinds.setdefault(
+                key,
+                (
+                    [],
+                    [],
+                    (*strides[:2], heads),
+                    (offsets if layout is None else layout.offsets.long()).numpy(),
+                ),
+            )
+            caches.append(cache.as_strided((size,), (1,)).numpy())
             groups.append(group)
-        self.kinds = [(tuple(c), np.array(g), layout) for c, g, layout in kinds.values()]
+        self.kinds = [(tuple(c), np.array(g), *sizes, o) for c, g, sizes, o in kinds.values()]
 
     def compact(
         self, slot_mappings: Tensor, query_start_loc: Tensor, cu_num_logits: Tensor, path: Tensor
     ) -> None:
         """Row by row; see `KVCompactor.compact`."""
         moves = _moves(query_start_loc.numpy(), cu_num_logits.numpy(), path.numpy())
-        for caches, groups, layout in self.kinds:
-            if layout is None:
-                _compact(caches, groups, slot_mappings.numpy(), moves)
-            else:
-                offsets = layout.offsets.numpy()
-                _compact_packed(caches, groups, offsets, slot_mappings.numpy(), moves)
+        for kind in self.kinds:
+            _compact(*kind, slot_mappings.numpy(), moves)

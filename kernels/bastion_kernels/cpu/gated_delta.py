@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated delta layers over trees on a CPU.
 
-`GatedDeltaLayer` runs a layer's convolution, normalisation and recurrence in one call. On a GPU
+`gated_delta_layer` runs a layer's convolution, normalisation and recurrence in one call. On a GPU
 these are `short_conv_tree`, a kernel of vLLM and `gated_delta_tree`. The kernels are
 `csrc/gated_delta.cpp` and `csrc/gated_delta_commit.cpp`.
 """
@@ -19,7 +19,7 @@ from bastion_kernels.cpu.attention import FORMATS
 from bastion_kernels.gated_delta.recurrence import GatedDeltaCommit
 from bastion_kernels.gated_delta.short_conv import ShortConvCommit
 
-__all__ = ["GatedDeltaLayer", "GatedDeltaStep", "gated_delta_commit", "short_conv_commit"]
+__all__ = ["gated_delta_commit", "gated_delta_layer", "short_conv_commit"]
 
 _Numbers = library.struct("Numbers", "*data format")
 
@@ -68,34 +68,22 @@ def _numbers(tensor: Tensor) -> ctypes.Structure:
     return _Numbers(tensor.data_ptr(), FORMATS[tensor.dtype])
 
 
-class GatedDeltaStep:
-    """The requests of a step, for every layer; as in `gated_delta_tree`, plus:
-
-    Args:
-        parents: `[S, N]` int32, node number of each column's parent.
-        rows: `[n]` int64, indices of the n tree rows among the step's; None = all rows.
-    """
-
-    def __init__(
-        self,
-        state_rows: Tensor,
-        query_start_loc: Tensor,
-        tail_lens: Tensor,
-        slots: Tensor,
-        parents: Tensor,
-        rows: Tensor | None = None,
-    ) -> None:
-        # The arguments hold addresses only.
-        self._tensors = state_rows, query_start_loc, tail_lens, slots, parents, rows
-        self.args = _StepArgs(
-            state_rows.shape[0], state_rows.data_ptr(), query_start_loc.data_ptr(),
-            tail_lens.data_ptr(), slots.data_ptr(), parents.data_ptr(), parents.stride(0),
-            None if rows is None else rows.data_ptr(),
-        )  # fmt: skip
-
-
-class GatedDeltaLayer:
-    """A layer with its states, and the buffers that its steps write for the commit.
+def gated_delta_layer(
+    weight: Tensor,
+    decay_log: Tensor,
+    decay_bias: Tensor,
+    conv_state: Tensor,
+    state: Tensor,
+    saved: tuple[Tensor, Tensor, Tensor, Tensor],
+    scale: float,
+    step: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    rows: Tensor | None,
+    mixed: Tensor,
+    b: Tensor,
+    a: Tensor,
+    out: Tensor,
+) -> None:
+    """A layer's convolution, normalisation and recurrence over the tree rows of a step.
 
     Args:
         weight: `[C, W]`; channels are of queries, keys and values.
@@ -103,53 +91,37 @@ class GatedDeltaLayer:
         decay_bias: `[H]`, its dt_bias.
         conv_state: `[B, C, W - 1]`, oldest input first.
         state: `[B, H, K, V]`.
-        conv_input: `[M, C]`, this layer's input of `short_conv_commit`; written.
-        key: `[M, Hk, K]`, input of `gated_delta_commit`; written, like the next two.
-        updates: `[M, H, V]` float32.
-        decays: `[M, H]` float64.
+        saved: inputs of the commits, written: `[M, C]`; keys `[M, Hk, K]`; updates `[M, H, V]`
+            float32; decays `[M, H]` float64.
         scale: factor of the output.
+        step: state_rows, query_start_loc, tail_lens and slots as in `gated_delta_tree`, and
+            parents `[S, N]` int32, node number of each column's parent.
+        rows: `[n]` int64, indices of the n tree rows among the step's; None = all rows.
+        mixed: `[T, C]`, of the keys' dtype as the next three.
+        b, a: `[T, H]`.
+        out: `[T, H, V]`, written; its last dimension is contiguous.
     """
-
-    def __init__(
-        self,
-        weight: Tensor,
-        decay_log: Tensor,
-        decay_bias: Tensor,
-        conv_state: Tensor,
-        state: Tensor,
-        conv_input: Tensor,
-        key: Tensor,
-        updates: Tensor,
-        decays: Tensor,
-        scale: float,
-    ) -> None:
-        # The arguments hold addresses only.
-        self._tensors = (
-            weight, decay_log, decay_bias, conv_state, state, conv_input, key, updates, decays,
-        )  # fmt: skip
-        heads, width = updates.shape[1:]
-        self._args = _LayerArgs(
-            heads, *key.shape[1:], width, weight.shape[1], FORMATS[key.dtype],
-            _numbers(weight), *weight.stride(), _numbers(conv_state), *conv_state.stride(),
-            _numbers(state), *state.stride(), _numbers(decay_log), _numbers(decay_bias),
-            key.shape[0], conv_input.data_ptr(), key.data_ptr(), updates.data_ptr(),
-            decays.data_ptr(), scale,
-        )  # fmt: skip
-        self._run = library.load().bastion_gated_delta
-
-    def __call__(
-        self, step: GatedDeltaStep, mixed: Tensor, b: Tensor, a: Tensor, out: Tensor
-    ) -> None:
-        """mixed: `[T, C]`; b, a: `[T, H]`; out: `[T, H, V]`, written; all of the key's dtype.
-
-        The last dimension of `out` is contiguous.
-        """
-        mixed, b, a = (x if x.stride(-1) == 1 else x.contiguous() for x in (mixed, b, a))
-        rows = _RowsArgs(
-            torch.get_num_threads(), mixed.data_ptr(), mixed.stride(0), b.data_ptr(), b.stride(0),
-            a.data_ptr(), a.stride(0), out.data_ptr(), *out.stride()[:2],
-        )  # fmt: skip
-        self._run(ctypes.byref(self._args), ctypes.byref(step.args), ctypes.byref(rows))
+    conv_input, key, updates, decays = saved
+    state_rows, query_start_loc, tail_lens, slots, parents = step
+    layer_args = _LayerArgs(
+        updates.shape[1], *key.shape[1:], updates.shape[2], weight.shape[1], FORMATS[key.dtype],
+        _numbers(weight), *weight.stride(), _numbers(conv_state), *conv_state.stride(),
+        _numbers(state), *state.stride(), _numbers(decay_log), _numbers(decay_bias), key.shape[0],
+        conv_input.data_ptr(), key.data_ptr(), updates.data_ptr(), decays.data_ptr(), scale,
+    )  # fmt: skip
+    step_args = _StepArgs(
+        state_rows.shape[0], state_rows.data_ptr(), query_start_loc.data_ptr(),
+        tail_lens.data_ptr(), slots.data_ptr(), parents.data_ptr(), parents.stride(0),
+        None if rows is None else rows.data_ptr(),
+    )  # fmt: skip
+    mixed, b, a = (x if x.stride(-1) == 1 else x.contiguous() for x in (mixed, b, a))
+    rows_args = _RowsArgs(
+        torch.get_num_threads(), mixed.data_ptr(), mixed.stride(0), b.data_ptr(), b.stride(0),
+        a.data_ptr(), a.stride(0), out.data_ptr(), *out.stride()[:2],
+    )  # fmt: skip
+    library.load().bastion_gated_delta(
+        ctypes.byref(layer_args), ctypes.byref(step_args), ctypes.byref(rows_args)
+    )
 
 
 def _commits(op: GatedDeltaCommit | ShortConvCommit) -> Iterator[ctypes.Structure]:
