@@ -196,6 +196,13 @@ _OBJECTS = (
         upstream="a dummy run without the drafter",
         when="while a CPU engine times the target's passes",
     ),
+    Change(
+        target="vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.propose",
+        why="on a CPU vLLM's event stubs measure nothing",
+        what="`engine.profile` times its calls, and restores it",
+        upstream="vLLM's collector reads the host's clock there",
+        when="while a CPU engine times its drafter's passes",
+    ),
 )
 ASSIGNED = (*_ATTRIBUTES, *(replace(row, on_instance=True) for row in _OBJECTS))
 
