@@ -3,7 +3,7 @@
 
 vLLM keeps 1 + N states of such a layer for a request, one after each draft token. Here a request
 has one current state. A forward pass reads it and saves what the commit needs (`CommitInputs`).
-After the acceptance walk `postprocess_state` moves the state along the accepted path. Prompts stay
+After verification `postprocess_state` moves the state along the accepted path. Prompts stay
 on vLLM's own kernels, which write the state in place.
 
 With prefix caching (vLLM's mode "align") a block's state is the one after the block's last token,

@@ -64,7 +64,7 @@ def decide_again(
     Args:
         num_sampled: [R] int32 tokens that the requests have emitted in this step.
     """
-    step, copies = runtime.step, runtime.trees.ngram
+    step, ngram = runtime.step, runtime.trees.ngram
     if not step.grows or current_host().runs_ahead:
         return step
     slots = batch.idx_mapping_np
@@ -74,13 +74,13 @@ def decide_again(
     if last <= 1:
         return replace(step, arm=Arm.PLAIN)
     step = replace(step, longest_ngram=last - 1)
-    if copies is None or runtime.trees.chains:
+    if ngram is None or runtime.trees.chains:
         return step
-    expected = copies.expected(slots, runtime.trees.node_limits_host[slots])
+    expected = ngram.expected(slots, runtime.trees.node_limits_host[slots])
     if step.arm == Arm.NGRAM:
         if expected.any():
             return step
-        copies.give_up(runtime.trees.row_slots[: len(slots)])
+        ngram.give_up(runtime.trees.row_slots[: len(slots)])
         return replace(step, arm=Arm.PLAIN)
     enough = runtime.plan.ngram_tokens
     pays = enough is not None and len(slots) + expected.sum() >= enough * len(slots)

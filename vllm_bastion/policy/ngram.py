@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookup: the copies of all requests, in buffers that live as long as the engine.
+"""The n-gram drafts of all requests, in buffers that live as long as the engine.
 
 The longest suffix of a request's text that occurs earlier in it is looked up
-(`bastion_kernels.draft.find_ngram`). What follows the latest occurrence, the copy, becomes a branch
-of the request's tree. A tree still depends only on the drafter and the emitted text, so the walk
-stays exact.
+(`bastion_kernels.draft.find_ngram`). What follows the latest occurrence, the n-gram draft, becomes
+a branch of the request's tree. A tree still depends only on the drafter and the emitted text, so
+verification stays exact.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from bastion_kernels import (
 
 
 class NgramDrafts:
-    """What lookup keeps by request slot, and the rows that it adds to a lattice.
+    """What lookup keeps by request slot, and the rows that it adds to the candidates.
 
     Args:
         history: [S, most tokens] int32, tokens of each slot's request: prompt and reply.
         lengths: [S] int32, number of these tokens.
-        depth: most tokens of a copy.
+        depth: most tokens of an n-gram draft.
         num_nodes: N.
     """
 
@@ -48,11 +48,11 @@ class NgramDrafts:
         self.counts = zeros(2, len(self._priors))
         self._arrived = zeros(1)
         self._depths = np.arange(depth)
-        self._is_found = False  # whether `find` has looked for the copies of the next `mix`
+        self._is_found = False  # whether `find` has found the drafts of the next `mix`
         # By row of the batch.
         self.tokens, self.places = zeros(slots, depth), zeros(slots, depth)
         self.rows = zeros(0, dtype=torch.float32)
-        # [S, N] of every node: 1 the drafter's, 2 of the copy alone, 3 of both.
+        # [S, N] of every node: 1 the drafter's, 2 of the n-gram draft alone, 3 of both.
         self.sources = zeros(slots, num_nodes)
 
     def restart(self, slot: int) -> None:
@@ -81,12 +81,12 @@ class NgramDrafts:
         return counts
 
     def find(self, slots: torch.Tensor) -> None:
-        """Look for the copies of the requests in `slots`, [R], before `mix` does."""
+        """Find the n-gram drafts of the requests in `slots`, [R], before `mix` does."""
         find_ngram(self.history, self.lengths, slots, self._last, self.counts, self._found)
         self._is_found = True
 
     def give_up(self, slots: torch.Tensor) -> None:
-        """Do not verify the copies that `find` found; only learn whether they were right.
+        """Do not verify the drafts that `find` found; only learn whether they were right.
 
         On the host: for a CPU.
         """
@@ -122,13 +122,13 @@ class NgramDrafts:
         expected: torch.Tensor,
         longest: int | None = None,
     ) -> NgramRows:
-        """Find the copies of a batch, and mix them into its lattice.
+        """Find the n-gram drafts of a batch, and mix them into its candidates.
 
         Args:
             slots: [R] int64 request slots.
             tokens, logprobs: see `Trees.grow_candidates`; D may be 0.
-            expected: [S], written: tokens of each copy that are expected to be accepted.
-            longest: most tokens of a copy, if fewer than a tree is deep.
+            expected: [S], written: expected accepted tokens of each n-gram draft.
+            longest: most tokens of an n-gram draft, if fewer than a tree is deep.
         """
         reqs, width = len(slots), tokens.shape[2]
         depth = self.depth if longest is None else min(self.depth, max(longest, tokens.shape[1], 1))
@@ -136,11 +136,11 @@ class NgramDrafts:
         if len(self.rows) < size:  # in vLLM's profiling run, so that its memory is counted
             self.rows = torch.zeros(size, device=self.lengths.device)
         rows = self.rows[: reqs * depth * (width + 1)].view(reqs, depth, width + 1)
-        copied, places = (
+        drafted, places = (
             buffer.view(-1)[: reqs * depth].view(reqs, depth)
             for buffer in (self.tokens, self.places)
         )
-        copies = NgramRows(copied, places, rows, self.sources)
+        ngram = NgramRows(drafted, places, rows, self.sources)
         text = self.history, self.lengths, slots
         if not self._is_found:
             find_ngram(*text, self._last, self.counts, self._found)
@@ -154,9 +154,9 @@ class NgramDrafts:
             self._arrived,
             tokens,
             logprobs,
-            copies.tokens,
-            copies.places,
-            copies.rows,
+            ngram.tokens,
+            ngram.places,
+            ngram.rows,
             expected,
         )
-        return copies
+        return ngram

@@ -3,7 +3,7 @@
 
 Sizes: R requests of a batch, S request slots (vLLM's ``max_num_reqs``), N nodes of a tree without
 its root, D drafted depth (gamma), K candidates per depth, V vocabulary, L depth of a tree: D, or
-more where copies of the context may go on, see `NgramDrafts`.
+more where n-gram drafts may go on, see `NgramDrafts`.
 
 The drafter writes a tree at the end of step t (``grow_candidates``), the target verifies it in step
 t+1, and then it is overwritten. Node 0 is the root; the node of column j is node j + 1. Columns are
@@ -45,7 +45,7 @@ class Trees:
         top_k: K.
         budget: nodes verified of each request, or None if N* is chosen in each step.
         device: where the target runs.
-        ngram_depth: most tokens of a copy in a tree.
+        ngram_depth: most tokens of an n-gram draft.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Trees:
         self._set_top_k(top_k)
 
     def look_up(self, history: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Give trees branches that are copies of the context, see `NgramDrafts`."""
+        """Give trees branches of n-gram drafts, see `NgramDrafts`."""
         self.ngram = NgramDrafts(history, lengths, self.depth, self.num_nodes)
 
     def use_chains(self) -> None:
@@ -105,7 +105,7 @@ class Trees:
         self.top_k = top_k
         # A chain needs no mask, because its rows are causal, and no compaction of accepted rows.
         self.chains = top_k == 1
-        # Less than N only if the whole lattice has fewer nodes.
+        # Less than N only if the candidates have fewer paths.
         depth = self.gamma if self.chains else self.depth
         self.tree_size = min(self.num_nodes, sum(top_k**d for d in range(1, depth + 1)))
         shape = (len(self.row_slots), self.gamma, top_k)
@@ -191,33 +191,33 @@ class Trees:
         logprobs: torch.Tensor,
         longest_ngram: int | None = None,
     ) -> None:
-        """Build the trees of a batch from a lattice's log-probabilities, in the drafter's graph.
+        """Build a batch's trees from its candidates' log-probabilities, in the drafter's graph.
 
-        Every kind of drafter ends here.
+        Every type of drafter ends here.
 
         Args:
             tokens: [R, D, M] int32 candidates of each depth.
             logprobs: [R, D, P, M] fp32 of each candidate: P = 1, or P = M where they depend on the
                 token above, row p after candidate p of the depth above.
-            longest_ngram: most tokens of a copy that a reply can still use; None: all.
+            longest_ngram: most tokens of an n-gram draft that a reply can still use; None: all.
         """
         reqs = len(tokens)
         slots = self.row_slots[:reqs]
-        copies = None
+        ngram = None
         if self.ngram is not None:
-            copies = self.ngram.mix(slots, tokens, logprobs, self.ngram_expected, longest_ngram)
-        self._expand(tokens, logprobs, copies)
+            ngram = self.ngram.mix(slots, tokens, logprobs, self.ngram_expected, longest_ngram)
+        self._expand(tokens, logprobs, ngram)
 
     def grow_ngram(self, num_reqs: int, longest_ngram: int | None = None) -> None:
-        """Build the trees of a batch from copies of its texts alone, see `grow_candidates`."""
+        """Build the trees of a batch from n-gram drafts only, see `grow_candidates`."""
         assert self.ngram is not None
         tokens, logprobs = self.top_tokens[:num_reqs, :0], self.top_logprobs[:num_reqs, :0, None]
         slots = self.row_slots[:num_reqs]
-        copies = self.ngram.mix(slots, tokens, logprobs, self.ngram_expected, longest_ngram)
-        self._expand(tokens, logprobs, copies)
+        ngram = self.ngram.mix(slots, tokens, logprobs, self.ngram_expected, longest_ngram)
+        self._expand(tokens, logprobs, ngram)
 
     def warm_up(self) -> None:
-        """Compile the ops of copies that no draft runs."""
+        """Compile the ops of n-gram drafts that no draft runs."""
         if self.ngram is None:
             return
         self.bind_rows()
@@ -229,7 +229,7 @@ class Trees:
         self,
         tokens: torch.Tensor,
         logprobs: torch.Tensor,
-        copies: NgramRows | None,
+        ngram: NgramRows | None,
     ) -> None:
         """Grow the trees of `bind_rows`' batch."""
         reqs = len(tokens)
@@ -244,7 +244,7 @@ class Trees:
             self.depths,
             self.log_rho,
             self.size,
-            ngram=copies,
+            ngram=ngram,
         )
         ancestor_bits(self.parents, slots, self.bits)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The acceptance walk: follow the tokens sampled at the nodes down the tree.
+"""Verification of a path: follow the tokens sampled at the nodes down the tree.
 
     node <- root
     repeat: emit sampled[node]; if a child of node carries that token, node <- child, else stop
