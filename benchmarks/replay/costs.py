@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost tables for replay: measured ones, and the paper's A100 points.
+"""What steps cost, for replay: measured curves, the paper's A100 points, and experts.
 
 The paper prints two points of T_verify for Qwen3-8B on an A100 with Transformers: 22.0 ms at 32
 nodes and 55.9 ms at 1,024. We interpolate linearly between them and use 22.0 ms below 32. The paper
@@ -16,60 +16,94 @@ rows of 8 experts each meet if they choose evenly, 128 (1 - (1 - 8/128)^n). The 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.replay.table import StepCostTable
-
-_LOW, _HIGH = (32, 22.0), (1024, 55.9)
-_DRAFTER_MS = 22.0 * 5 / 36
-_GB_PER_MS = 2.3
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import isotonic_regression
 
 
-@dataclass(frozen=True)
-class CostSource:
-    """A named cost table."""
+class Costs:
+    """Milliseconds of a step by its query tokens ("rows").
 
-    name: str
-    table: StepCostTable
+    Args:
+        samples: (rows, ms) of the target's forward pass.
+        drafter: (requests, ms) of a drafter's pass.
+        aux_ms: time of a step with trees that is neither.
+        plain_aux_ms: the same of a step that drafts nothing.
+        captured_sizes: sizes of the CUDA graphs, to which a step is padded.
+    """
+
+    def __init__(
+        self,
+        samples: Iterable[tuple[float, float]],
+        drafter: Iterable[tuple[float, float]],
+        *,
+        max_rows: int,
+        aux_ms: float = 0.0,
+        plain_aux_ms: float = 0.0,
+        captured_sizes: Sequence[int] = (),
+    ) -> None:
+        self.aux_ms, self.plain_aux_ms = aux_ms, plain_aux_ms
+        rows, sizes = np.arange(max_rows + 1.0), np.array(sorted(captured_sizes))
+        at = np.searchsorted(sizes, rows)
+        rows[at < len(sizes)] = sizes[at[at < len(sizes)]]
+        self.forward_ms: NDArray[np.float64] = _curve(samples, rows)
+        self.draft_ms: NDArray[np.float64] = _curve(drafter, np.arange(max_rows + 1.0))
+
+    def tree_step_ms(self, num_reqs: int) -> NDArray[np.float64]:
+        """[max_rows + 1] ms of a step with trees, by its rows."""
+        return self.forward_ms + self.draft_ms[num_reqs] + self.aux_ms
 
 
-def paper_a100(max_rows: int) -> CostSource:
+def _curve(samples: Iterable[tuple[float, float]], at: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Through the medians of samples, fitted so that it never falls, and on along its last line."""
+    times = defaultdict[float, list[float]](list)
+    for x, ms in samples:
+        times[x].append(ms)
+    xs = np.array(sorted(times))
+    ms = isotonic_regression([float(np.median(times[x])) for x in xs]).x
+    slope = (ms[-1] - ms[-2]) / (xs[-1] - xs[-2]) if len(xs) > 1 else 0.0
+    return np.interp(at, xs, ms) + slope * np.maximum(at - xs[-1], 0.0)
+
+
+def paper_a100(max_rows: int) -> Costs:
     """The paper's points for Qwen3-8B on an A100, measured at batch 1 and applied to all rows."""
-    slope = (_HIGH[1] - _LOW[1]) / (_HIGH[0] - _LOW[0])
-    rows = [1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
-    samples = [(n, 0, _LOW[1] + slope * max(0, n - _LOW[0])) for n in rows]
-    table = StepCostTable(samples, [(1, _DRAFTER_MS)], 0.0, max_rows=max_rows)
-    return CostSource("paper's A100", table)
+    points = [(1, 22.0), (32, 22.0), (1024, 55.9)]
+    return Costs(points, [(1, 22.0 * 5 / 36)], max_rows=max_rows)
 
 
-def mixture_of_experts(max_rows: int) -> CostSource:
+def mixture_of_experts(max_rows: int) -> Costs:
     """Qwen3-30B-A3B on an H100, calculated from the weights that a step reads."""
-
-    def ms(rows: int) -> float:
-        experts = 128 * (1 - (1 - 8 / 128) ** rows)
-        return (3.6 + 0.44 * experts) / _GB_PER_MS
-
-    rows = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512]
-    samples = [(n, 0, ms(n)) for n in (*rows, max_rows)]
-    return CostSource("mixture of experts", StepCostTable(samples, [(1, 1.0)], max_rows=max_rows))
+    rows = np.arange(1, max_rows + 1)
+    gigabytes = 3.6 + 0.44 * 128 * (1 - (1 - 8 / 128) ** rows)
+    return Costs(zip(rows, gigabytes / 2.3, strict=True), [(1, 1.0)], max_rows=max_rows)
 
 
-def from_profile(name: str, path: Path, max_rows: int) -> CostSource:
-    """The measured costs in a file of `benchmarks/results`.
+def from_profile(path: Path, max_rows: int) -> Costs:
+    """The measured costs in a file of `benchmarks/results`, at each size with its shortest context.
 
     Raises ValueError: it is not such a file.
     """
     try:
         given = json.loads(path.read_text(encoding="utf-8"))["table"]
-        table = StepCostTable(
-            given["samples"],
+        shortest: dict[int, float] = {}
+        for rows, context, _, *reqs in given["samples"]:
+            cached = context * (reqs[0] if reqs else 1)
+            shortest[rows] = min(cached, shortest.get(rows, cached))
+        return Costs(
+            [
+                (rows, ms)
+                for rows, context, ms, *reqs in given["samples"]
+                if context * (reqs[0] if reqs else 1) == shortest[rows]
+            ],
             given["drafter_samples"],
-            given["aux_ms"],
             max_rows=max_rows,
-            captured_sizes=given["captured_sizes"],
+            aux_ms=given["aux_ms"],
             plain_aux_ms=given["plain_aux_ms"],
+            captured_sizes=given["captured_sizes"],
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(f"{path} holds no step costs: {error!r}") from error
-    return CostSource(name, table)

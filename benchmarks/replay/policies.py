@@ -5,79 +5,63 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from benchmarks.replay.controller import choose_budget
+from benchmarks.replay.costs import Costs
 from benchmarks.replay.simulation import Corpus, Outcome, Policy
-from benchmarks.replay.steps import StepTree
-from benchmarks.replay.table import StepCostTable
+from benchmarks.replay.trees import StepTree
 from vllm_bastion.scheduler.gate import Arm, Gate, size_class
 
 
-@dataclass
 class Plain(Policy):
-    name: str = "plain"
-
-    def step(self, steps: Sequence[int], context_len: float) -> Outcome:
+    def step(self, steps: Sequence[int]) -> Outcome:
         return Outcome([0] * len(steps), 0, drafted=False)
 
 
-@dataclass
 class Fixed(Policy):
     """The best `nodes` nodes of every request."""
 
-    corpus: Corpus
-    nodes: int
+    def __init__(self, corpus: Corpus, nodes: int) -> None:
+        self._corpus, self._nodes = corpus, nodes
 
-    def __post_init__(self) -> None:
-        self.name = f"fixed {self.nodes}"
-
-    def step(self, steps: Sequence[int], context_len: float) -> Outcome:
-        trees = [self.corpus.tree(step) for step in steps]
-        total = sum(min(self.nodes, len(tree.rho)) for tree in trees)
-        return Outcome([tree.accepted(self.nodes) for tree in trees], total)
+    def step(self, steps: Sequence[int]) -> Outcome:
+        trees = [self._corpus.tree(step) for step in steps]
+        total = sum(min(self._nodes, len(tree.rho)) for tree in trees)
+        return Outcome([tree.accepted(self._nodes) for tree in trees], total)
 
 
 class Gated(Policy):
     """The product: its gate decides whether a step drafts, the argmax of its budget how many nodes.
 
-    The budget starts from the costs of `table`, which the gate's times correct.
+    The budget starts from `costs`, which the gate's times correct.
 
     Args:
         max_nodes: N_max of every request.
         lagged: size a step by the scores of the step before, and fill it with its own best nodes;
             the gate sees a step's output one step later, too.
-        plain: whether a step may be plain decoding.
     """
 
     def __init__(
-        self,
-        corpus: Corpus,
-        table: StepCostTable,
-        *,
-        name: str = "adaptive",
-        max_nodes: int | None = None,
-        lagged: bool = False,
-        plain: bool = True,
+        self, corpus: Corpus, costs: Costs, *, max_nodes: int = 255, lagged: bool = False
     ) -> None:
-        self.corpus, self.table, self.name, self._lagged = corpus, table, name, lagged
-        self.max_nodes = max_nodes or corpus.max_nodes
-        self.gate = Gate((Arm.PLAIN, Arm.TREE) if plain else (Arm.TREE,))
+        self._corpus, self._costs, self._lagged = corpus, costs, lagged
+        self._max_nodes = min(max_nodes, corpus.max_nodes)
+        self._gate = Gate((Arm.PLAIN, Arm.TREE))
         self._verified = self._ends_with = Arm.TREE
         self._outputs: deque[tuple[Arm, int, int, float]] = deque()
-        self._predicted: dict[int, float] = {}  # mean of the table's ms, by size class
+        self._predicted: dict[int, float] = {}  # mean of the costs' ms, by size class
         self._wanted: tuple[int, int] | None = None  # requests and nodes of the step before
         self._reqs = self._tokens = 0
 
-    def step(self, steps: Sequence[int], context_len: float) -> Outcome:
+    def step(self, steps: Sequence[int]) -> Outcome:
         reqs = self._reqs = len(steps)
-        self._verified, self._ends_with = self._ends_with, self.gate.choose(reqs)
+        self._verified, self._ends_with = self._ends_with, self._gate.choose(reqs)
         outcome = Outcome([0] * reqs, 0, drafted=False)
         if self._verified == Arm.TREE:
-            trees = [self.corpus.tree(step) for step in steps]
-            counts = self._counts(trees, context_len)
+            trees = [self._corpus.tree(step) for step in steps]
+            counts = self._counts(trees)
             accepted = [tree.accepted(n) for tree, n in zip(trees, counts, strict=True)]
             outcome = Outcome(accepted, sum(counts))
         self._tokens = reqs + sum(outcome.accepted)
@@ -90,25 +74,43 @@ class Gated(Policy):
         clean = self._verified == self._ends_with
         self._outputs.append((self._verified, self._reqs, self._tokens, ms if clean else 0.0))
         if len(self._outputs) > self._lagged:
-            self.gate.observe(*self._outputs.popleft())
+            self._gate.observe(*self._outputs.popleft())
 
-    def _counts(self, trees: list[StepTree], context_len: float) -> list[int]:
+    def _counts(self, trees: list[StepTree]) -> list[int]:
         """Nodes to verify of each request."""
-        reqs, size = len(trees), size_class(len(trees))
-        rho = np.zeros((reqs, self.max_nodes))
-        limits = [min(len(tree.rho), self.max_nodes) for tree in trees]
-        for row, tree, used in zip(rho, trees, limits, strict=True):
-            row[:used] = tree.rho[:used]
-        costs = self.table.tree_step_ms(reqs, context_len)
-        real, mean = self.gate.ms(Arm.TREE, reqs), self._predicted.get(size)
+        reqs, costs = len(trees), self._costs.tree_step_ms(len(trees))
+        size = size_class(reqs)
+        real, mean = self._gate.ms(Arm.TREE, reqs), self._predicted.get(size)
         corrected = costs
         if real is not None and mean is not None:
             corrected = np.maximum(costs + real - mean, 0.1 * costs)
-        wanted = budget = choose_budget(rho, limits, corrected, reqs)
-        if self._lagged and self._wanted is not None and self._wanted[0] == reqs:
-            budget = choose_budget(rho, limits, corrected, reqs, min(self._wanted[1], sum(limits)))
-        self._wanted = reqs, wanted.num_nodes
-        ms = float(costs[min(reqs + budget.num_nodes, len(costs) - 1)])
-        before = self._predicted.setdefault(size, ms)
-        self._predicted[size] = before + 0.1 * (ms - before)
-        return budget.counts.tolist()
+        scores = [tree.rho[: self._max_nodes] for tree in trees]
+        nodes = best_total(scores, corrected)
+        before, self._wanted = self._wanted, (reqs, nodes)
+        if self._lagged and before is not None and before[0] == reqs:
+            nodes = min(before[1], sum(map(len, scores)))
+        ms = float(costs[reqs + nodes])
+        mean = self._predicted.setdefault(size, ms)
+        self._predicted[size] = mean + 0.1 * (ms - mean)
+        return shares(scores, nodes)
+
+
+def best_total(scores: Sequence[NDArray[np.float64]], costs_ms: NDArray[np.float64]) -> int:
+    """Nodes of a batch with the most expected tokens per ms; the smallest of equals.
+
+    Args:
+        scores: of each request, non-increasing, so that any of its best nodes are a tree.
+        costs_ms: of a step by its rows.
+    """
+    reqs, ordered = len(scores), -np.sort(-np.concatenate(scores))
+    ordered = ordered[: len(costs_ms) - 1 - reqs]
+    tokens = reqs + np.concatenate([[0.0], np.cumsum(ordered)])
+    return int(np.argmax(tokens / costs_ms[reqs : reqs + len(tokens)]))
+
+
+def shares(scores: Sequence[NDArray[np.float64]], total: int) -> list[int]:
+    """Each request's nodes if the batch gets its `total` best ones."""
+    owners = np.repeat(np.arange(len(scores)), [len(one) for one in scores])
+    order = np.argsort(-np.concatenate(scores), kind="stable")
+    counts: list[int] = np.bincount(owners[order[:total]], minlength=len(scores)).tolist()
+    return counts

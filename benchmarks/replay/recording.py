@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 FORMAT = 2
 
@@ -70,40 +70,15 @@ class Recording:
     def num_steps(self) -> int:
         return len(self.step_requests)
 
-    def continuation(self, step: int, length: int | None = None) -> NDArray[np.int32]:
-        """The next `length` (default D + 1) tokens of the target after a step's root."""
-        q, p = int(self.step_requests[step]), int(self.step_positions[step])
-        start = int(self.token_offsets[q]) + p
-        end = start + (self.depth + 1 if length is None else length)
-        return self.tokens[start : min(end, int(self.token_offsets[q + 1]))]
-
     def check(self) -> None:
-        """Check that replay can read the recording.
-
-        Raises ValueError: shapes disagree, scores are not sorted log-probabilities, or a step's
-        continuation is shorter than D + 1 tokens.
-        """
-        reqs, m = len(self.request_ids), self.num_steps
-        shape = (m, *self.topk_tokens.shape[1:])
-        expected: dict[str, tuple[int, ...]] = {
-            **dict.fromkeys(("domains", "temperatures", "prompt_lens"), (reqs,)),
-            **dict.fromkeys(("step_positions", "context_lens"), (m,)),
-            **dict.fromkeys(("topk_tokens", "topk_logprobs"), shape),
-            "prompts": (int(self.prompt_lens.sum()),),
-            "token_offsets": (reqs + 1,),
-            "tokens": (int(self.token_offsets[-1]),),
-        }
-        wrong = [name for name, has in expected.items() if np.shape(getattr(self, name)) != has]
-        if wrong or len(shape) != 3:
-            raise ValueError(f"recording with shapes that disagree: {', '.join(wrong)}")
+        """Raises ValueError: scores are not sorted, or a step lacks tokens after it."""
         logprobs = self.topk_logprobs
         if not (np.all(logprobs <= 0) and np.all(np.diff(logprobs, axis=2) <= 0)):
             raise ValueError("topk_logprobs must be <= 0 and non-increasing over K")
         left = np.diff(self.token_offsets)[self.step_requests] - self.step_positions
-        if m and (left.min() < self.depth + 1 or self.step_positions.min() < 1):
+        if len(left) and left.min() < self.depth + 1:
             raise ValueError(
-                f"a step at position p needs the root and tokens p .. p + {self.depth} of its "
-                f"request; one has {int(left.min())} tokens left"
+                f"a step needs {self.depth + 1} tokens after its root, not {left.min()}"
             )
 
 
@@ -113,8 +88,8 @@ class Emitted(NamedTuple):
     name: str
     domain: str
     temperature: float
-    prompt: ArrayLike
-    tokens: ArrayLike
+    prompt: Sequence[int]
+    tokens: Sequence[int]
 
 
 class Drafted(NamedTuple):
@@ -122,8 +97,8 @@ class Drafted(NamedTuple):
 
     name: str
     position: int
-    topk_tokens: ArrayLike
-    topk_logprobs: ArrayLike
+    topk_tokens: Any
+    topk_logprobs: Any
 
 
 def recording_of(
@@ -137,54 +112,42 @@ def recording_of(
         meta: identifies the run; must be JSON.
     """
     index = {request.name: q for q, request in enumerate(requests)}
-    outputs = [np.asarray(request.tokens, dtype=np.int32) for request in requests]
-    prompts = [np.asarray(request.prompt, dtype=np.int32) for request in requests]
-    rows = []
-    for draft in drafts:
-        q, depth = index.get(draft.name), len(np.asarray(draft.topk_tokens))
-        if q is not None and draft.position + depth + 1 <= len(outputs[q]):
-            rows.append((q, draft.position, draft))
-    rows.sort(key=lambda row: row[:2])
-    prompt_lens = np.array([len(prompt) for prompt in prompts], dtype=np.int32)
-    owners = np.array([q for q, *_ in rows], dtype=np.int32)
-    positions = np.array([position for _, position, _ in rows], dtype=np.int32)
-
-    def joined(texts: list[NDArray[np.int32]]) -> NDArray[np.int32]:
-        return np.concatenate([np.zeros(0, dtype=np.int32), *texts])
-
-    def stacked(field: str, dtype: Any) -> NDArray[Any]:
-        arrays = [np.asarray(getattr(draft, field), dtype=dtype) for *_, draft in rows]
-        return np.stack(arrays) if arrays else np.zeros((0, 0, 0), dtype=dtype)
-
+    rows = sorted(
+        (
+            (index[one.name], one.position, one)
+            for one in drafts
+            if one.name in index
+            and one.position + len(one.topk_tokens) < len(requests[index[one.name]].tokens)
+        ),
+        key=lambda row: row[:2],
+    )
+    owners, positions = np.array([row[:2] for row in rows], dtype=np.int32).reshape(-1, 2).T
+    prompt_lens = np.array([len(request.prompt) for request in requests], dtype=np.int32)
     return Recording(
         dict(meta),
         list(index),
         [request.domain for request in requests],
         np.array([request.temperature for request in requests], dtype=np.float32),
         prompt_lens,
-        joined(prompts),
-        np.cumsum([0, *map(len, outputs)], dtype=np.int64),
-        joined(outputs),
+        np.concatenate([request.prompt for request in requests]).astype(np.int32),
+        np.cumsum([0, *(len(request.tokens) for request in requests)], dtype=np.int64),
+        np.concatenate([request.tokens for request in requests]).astype(np.int32),
         owners,
         positions,
-        prompt_lens[owners] + positions - 1 if rows else positions,
-        stacked("topk_tokens", np.int32),
-        stacked("topk_logprobs", np.float16).astype(np.float32),
+        prompt_lens[owners] + positions - 1,
+        np.array([row[2].topk_tokens for row in rows], dtype=np.int32),
+        np.array([row[2].topk_logprobs for row in rows], dtype=np.float16).astype(np.float32),
     )
 
 
 def save_recording(recording: Recording, path: str | Path) -> None:
     """Write atomically. Raises ValueError: see `Recording.check`."""
     recording.check()
-    stored = dict(vars(recording))
     tokens = recording.topk_tokens
-    small = not tokens.size or int(tokens.max()) < 1 << 16
-    stored |= {
+    stored: dict[str, Any] = vars(recording) | {
         "version": np.int32(FORMAT),
-        "meta": np.array(json.dumps(recording.meta)),
-        "request_ids": np.array(recording.request_ids, dtype=np.str_),
-        "domains": np.array(recording.domains, dtype=np.str_),
-        "topk_tokens": tokens.astype(np.uint16) if small else tokens,
+        "meta": json.dumps(recording.meta),
+        "topk_tokens": tokens.astype(np.uint16) if tokens.max(initial=0) < 1 << 16 else tokens,
         "topk_logprobs": recording.topk_logprobs.astype(np.float16),
     }
     path = Path(path)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The replay loop: decode the requests of a recording under a policy, timed by a cost table.
+"""The replay loop: decode the requests of a recording under a policy, timed by costs.
 
-A policy sees what the engine would see (scores before the step, timings after it) and chooses the
+A policy sees what the engine would see (scores before the step, times after it) and chooses the
 nodes. The recording says how many of them are accepted. Every policy emits the same tokens, so
 times compare directly. In a batch, a finished request is replaced until the queue is empty.
 """
@@ -9,14 +9,16 @@ times compare directly. In a batch, a finished request is replaced until the que
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 
 import numpy as np
+from numpy.typing import NDArray
 
+from benchmarks.replay.costs import Costs
 from benchmarks.replay.recording import Recording
-from benchmarks.replay.steps import StepTree, best_first, target_ranks
-from benchmarks.replay.table import StepCostTable
+from benchmarks.replay.trees import StepTree, best_first, target_ranks
 
 
 @dataclass(frozen=True)
@@ -29,66 +31,60 @@ class Request:
 
 
 class Corpus:
-    """The requests of one temperature and their trees, which are expanded on first use."""
+    """The requests of one temperature and their trees, which are grown on first use.
 
-    def __init__(self, recording: Recording, max_nodes: int, temperature: float | None = None):
-        self.recording = recording
-        self.max_nodes = max_nodes
-        self.ranks = target_ranks(recording)
-        self._trees: list[StepTree | None] = [None] * recording.num_steps
+    Raises ValueError: a request lacks a step at some position.
+    """
+
+    def __init__(self, recording: Recording, max_nodes: int, temperature: float = 0.0) -> None:
+        self.recording, self.max_nodes = recording, max_nodes
+        self._trees: dict[int, StepTree] = {}
         self.requests: list[Request] = []
-        # [steps] tokens that a request still emits, from that step on.
-        self.remaining = np.zeros(recording.num_steps, dtype=np.int64)
-        for q in range(len(recording.request_ids)):
-            if temperature is not None and recording.temperatures[q] != np.float32(temperature):
-                continue
+        for q, domain in enumerate(recording.domains):
             steps = np.flatnonzero(recording.step_requests == q)
-            if not len(steps):
+            if not len(steps) or recording.temperatures[q] != np.float32(temperature):
                 continue
             positions = recording.step_positions[steps]
             if not np.array_equal(positions, np.arange(1, len(steps) + 1)):
-                raise ValueError(
-                    f"request {recording.request_ids[q]} has no step at some position; record "
-                    "with one token per step"
-                )
-            self.remaining[steps] = positions[::-1]
-            self.requests.append(Request(recording.domains[q], int(steps[0]), int(positions[-1])))
+                name = recording.request_ids[q]
+                raise ValueError(f"request {name} lacks a step: record one token per step")
+            self.requests.append(Request(domain, int(steps[0]), int(positions[-1])))
 
-    @property
-    def domains(self) -> list[str]:
-        return list(dict.fromkeys(request.domain for request in self.requests))
-
-    def of_domain(self, name: str) -> list[Request]:
-        return [request for request in self.requests if request.domain == name]
+    @cached_property
+    def domains(self) -> dict[str, list[Request]]:
+        names = dict.fromkeys(one.domain for one in self.requests)
+        return {name: [one for one in self.requests if one.domain == name] for name in names}
 
     def interleaved(self) -> list[Request]:
         """All requests, alternating between the domains."""
-        turns = zip_longest(*map(self.of_domain, self.domains))
+        turns = zip_longest(*self.domains.values())
         return [request for turn in turns for request in turn if request is not None]
 
+    @cached_property
+    def _ranks(self) -> NDArray[np.int64]:
+        return target_ranks(self.recording)
+
     def tree(self, step: int) -> StepTree:
-        tree = self._trees[step]
-        if tree is None:
+        if step not in self._trees:
             logprobs = self.recording.topk_logprobs[step]
-            tree = best_first(logprobs, self.ranks[step], self.max_nodes)
-            self._trees[step] = tree
-        return tree
+            self._trees[step] = best_first(logprobs, self._ranks[step], self.max_nodes)
+        return self._trees[step]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    # [R] draft tokens accepted
+    """accepted: [R] draft tokens; nodes: verified, of the whole batch.
+
+    drafted: whether the step pays for a pass of the drafter.
+    """
+
     accepted: Sequence[int]
-    # draft nodes verified, whole batch
     nodes: int
-    # whether the step pays for a pass of the drafter
     drafted: bool = True
 
 
 class Policy:
-    name: str  # the row in the tables
-
-    def step(self, steps: Sequence[int], context_len: float) -> Outcome:
+    def step(self, steps: Sequence[int]) -> Outcome:
         """One step of the batch whose recorded steps are `steps`."""
         raise NotImplementedError
 
@@ -103,65 +99,52 @@ class Policy:
         """The time of that step, as the engine measures it; by default nothing is learned."""
 
 
-@dataclass
 class Truth:
-    """What steps really cost: the table, what it does not tell the policy, and noise.
+    """What steps really cost: the costs, what they do not tell the policy, and noise.
 
     Args:
-        table: the undisturbed cost.
         plain, tree: factors on a whole step of either kind.
-        noise: standard deviation of a step's time, relative.
-        stalls: probability that a step takes ten times as long.
+        noise: standard deviation of a measured time, relative.
+        stalls: probability that a step is measured ten times as long.
     """
 
-    table: StepCostTable
-    plain: float = 1.0
-    tree: float = 1.0
-    noise: float = 0.0
-    stalls: float = 0.0
-    seed: int = 0
-    _rng: np.random.Generator = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._rng = np.random.default_rng(self.seed)
+    def __init__(
+        self, costs: Costs, plain: float = 1.0, tree: float = 1.0, noise: float = 0.0,
+        stalls: float = 0.0, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self._costs, self._plain, self._tree = costs, plain, tree
+        self._noise, self._stalls = noise, stalls
+        self._rng = np.random.default_rng(seed)
 
     def step_ms(
-        self, rows: int, num_reqs: int, context_len: float, drafted: bool, ends_with_draft: bool
+        self, rows: int, num_reqs: int, drafted: bool, ends_with_draft: bool
     ) -> tuple[float, float]:
         """What a step takes in ms with its own draft, and what is measured with the next one's."""
-        table = self.table
-        forward = float(table.forward_ms(num_reqs, context_len)[min(rows, table.max_rows)])
-        draft_ms = self.tree * table.drafter_ms(num_reqs)
+        costs = self._costs
+        forward = float(costs.forward_ms[min(rows, len(costs.forward_ms) - 1)])
+        draft_ms = self._tree * float(costs.draft_ms[num_reqs])
         if drafted:
-            undrafted_ms = self.tree * (forward + table.aux_ms)
+            undrafted_ms = self._tree * (forward + costs.aux_ms)
         else:
-            undrafted_ms = self.plain * (forward + table.plain_aux_ms)
-        total = undrafted_ms + drafted * draft_ms
-        error = max(0.1, 1.0 + self.noise * self._rng.standard_normal()) if self.noise else 1.0
-        if self.stalls and self._rng.random() < self.stalls:
+            undrafted_ms = self._plain * (forward + costs.plain_aux_ms)
+        error = max(0.1, 1.0 + self._noise * self._rng.standard_normal())
+        if self._rng.random() < self._stalls:
             error *= 10.0
         # Noise and stalls affect only what is measured, not what policies are compared by.
-        return total, error * (undrafted_ms + ends_with_draft * draft_ms)
+        return undrafted_ms + drafted * draft_ms, error * (
+            undrafted_ms + ends_with_draft * draft_ms
+        )
 
 
 @dataclass
 class Result:
-    """Sums over a replay."""
+    """Sums over a replay; `request_steps` counts a step once for each of its requests."""
 
-    name: str
     ms: float = 0.0
     tokens: int = 0
     steps: int = 0
     request_steps: int = 0
     nodes: int = 0
-
-    @property
-    def tau(self) -> float:
-        return self.tokens / self.request_steps
-
-    @property
-    def mean_nodes(self) -> float:
-        return self.nodes / self.request_steps
 
 
 def simulate(
@@ -175,23 +158,20 @@ def simulate(
     """Decode `requests` (default: all, alternating domains) with at most `batch` at a time."""
     queue = list(corpus.interleaved() if requests is None else requests)
     queue.reverse()
-    contexts = corpus.recording.context_lens
-    result = Result(policy.name)
+    result = Result()
     active: list[list[int]] = []  # [a request's first step, its position, its last position]
     while queue or active:
         while queue and len(active) < batch:
             request = queue.pop()
             active.append([request.first_step, 1, request.last])
-        steps = [first + position - 1 for first, position, _ in active]
-        context = float(np.mean(contexts[steps]))
-        outcome = policy.step(steps, context)
-        rows = len(active) + outcome.nodes
+        outcome = policy.step([first + position - 1 for first, position, _ in active])
         ends_with_draft = policy.ends_with_draft(outcome.drafted)
-        ms, measured = truth.step_ms(rows, len(active), context, outcome.drafted, ends_with_draft)
+        reqs = len(active)
+        ms, measured = truth.step_ms(reqs + outcome.nodes, reqs, outcome.drafted, ends_with_draft)
         policy.timed(measured)
         result.ms += ms
         result.steps += 1
-        result.request_steps += len(active)
+        result.request_steps += reqs
         result.nodes += outcome.nodes
         for row, accepted in zip(active, outcome.accepted, strict=True):
             emitted = min(accepted + 1, row[2] + 1 - row[1])

@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import (
 
 from bastion_kernels import take_best
 from benchmarks.replay.recording import load_recording
-from benchmarks.replay.steps import best_first, target_ranks
+from benchmarks.replay.trees import best_first, target_ranks
 from helpers import ROOT
 from vllm_bastion.policy.cost import DeviceSpec, Estimator, ModelShape
 

@@ -17,21 +17,15 @@ from numpy.typing import NDArray
 from bastion_kernels import expand_best_first
 from benchmarks.replay.recording import Recording
 
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
-
-# larger than any budget: the target's token is not in the tree
-NEVER = 1 << 30
+NEVER = 1 << 30  # larger than any budget: the target's token is not in the tree
 
 
 @dataclass(frozen=True)
 class StepTree:
-    """The nested best-first trees of one step."""
+    """The nested best-first trees of one step: rho [N] path scores, non-increasing; enter [D]."""
 
-    # [N] path scores, non-increasing
-    rho: FloatArray
-    # [D] nodes to verify for the target's token at depth d + 1 to be among them, or NEVER
-    enter: IntArray
+    rho: NDArray[np.float64]
+    enter: NDArray[np.int64]
 
     def accepted(self, num_nodes: int) -> int:
         """Draft tokens that a verification of the `num_nodes` best nodes accepts."""
@@ -40,22 +34,20 @@ class StepTree:
 
 def target_ranks(recording: Recording) -> NDArray[np.int64]:
     """[M, D] rank of the target's token among the candidates of each depth, -1 if it is none."""
-    depth = recording.depth
-    if not recording.num_steps:
-        return np.zeros((0, depth), dtype=np.int64)
     starts = recording.token_offsets[recording.step_requests] + recording.step_positions
-    truth = recording.tokens[starts[:, None] + np.arange(depth)]
+    truth = recording.tokens[starts[:, None] + np.arange(recording.depth)]
     hits = recording.topk_tokens == truth[:, :, None]
     return np.where(hits.any(axis=2), hits.argmax(axis=2), -1)
 
 
-def best_first(logprobs: NDArray[np.floating], ranks: IntArray, max_nodes: int) -> StepTree:
+def best_first(
+    logprobs: NDArray[np.floating], ranks: NDArray[np.int64], max_nodes: int
+) -> StepTree:
     """The `max_nodes` best nodes of one step.
 
     Args:
         logprobs: [D, K] log-probabilities, non-increasing over K.
         ranks: [D] rank of the target's token at each depth, -1 if it is no candidate.
-        max_nodes: N.
     """
     depth, top_k = logprobs.shape
     candidates = torch.arange(top_k, dtype=torch.int32).expand(1, depth, -1).contiguous()
@@ -63,13 +55,11 @@ def best_first(logprobs: NDArray[np.floating], ranks: IntArray, max_nodes: int) 
     tokens = torch.empty(1, max_nodes, dtype=torch.int64)
     parents, depths = torch.empty(2, 1, max_nodes, dtype=torch.int32)
     log_rho, size = torch.empty(1, max_nodes), torch.empty(1, dtype=torch.int32)
-    slots = torch.zeros(1, dtype=torch.int64)
     out = tokens, parents, depths, log_rho, size
-    expand_best_first(candidates, rows[:, :, None], top_k, slots, *out)
+    expand_best_first(candidates, rows[:, :, None], top_k, torch.zeros(1).long(), *out)
     used = int(size)
     chosen, above = tokens[0, :used].numpy(), parents[0, :used].numpy()
-    enter = np.full(depth, NEVER, dtype=np.int64)
-    node = 0
+    enter, node = np.full(depth, NEVER, dtype=np.int64), 0
     for d, rank in enumerate(ranks):
         found = np.flatnonzero((above == node) & (chosen == rank))
         if not len(found):
