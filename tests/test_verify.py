@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import verify
+from benchmarks.prompts import load_jsonl
 from helpers import ROOT
 
 TINY = ROOT / "benchmarks" / "tiny"
@@ -74,6 +75,11 @@ def test_a_busy_machine_is_not_judged_by_its_times() -> None:
     assert passed and "speed       not judged" in text
     text, passed = _verdict(_rounds("bastion", 3.0, 4, 4), busy=True, chain=4)
     assert not passed and "below 70% of the published tau" in text
+
+
+def test_its_own_prompts_have_the_published_domains() -> None:
+    found = {prompt.set for prompt in load_jsonl(verify.PROMPTS)}
+    assert all(found == set(published) for published in verify.PUBLISHED.values())
 
 
 @pytest.mark.e2e
