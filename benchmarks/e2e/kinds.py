@@ -13,6 +13,7 @@ _JSON = {
 }
 KINDS: dict[str, dict[str, Any]] = {
     "nothing": {},
+    "14 tokens": {"max_tokens": 14},
     "presence 1.5": {"presence_penalty": 1.5},
     "repetition 1.1": {"repetition_penalty": 1.1},
     "bad words": {"bad_words": ["the", "return", "="]},

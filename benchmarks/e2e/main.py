@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -80,6 +81,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--concurrency", nargs="+", type=int, default=[1])
     add("--round", type=int, help="prompts of a round (default: 4 times the concurrency)")
     add("--passes", type=int, default=1, help="over all prompts")
+    add("--seconds", type=float, default=math.inf, help="at most, of a set at a concurrency")
     add("--kinds", nargs="+", default=[], choices=KINDS, help="what requests ask for; sets of each")
     add("--alive", type=int, help="engines side by side (default: a CPU's memory full; GPU: 1)")
     add("--seed", type=int, default=0)
@@ -107,7 +109,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return given
 
 
-def run(given: argparse.Namespace, argv: Sequence[str]) -> Store:
+def run(given: argparse.Namespace, argv: Sequence[str], *, judged: bool = True) -> Store:
     """Decode what is missing, judge differences, and write the page beside the file."""
     cpu = not torch.cuda.is_available()
     what = target_of(given)
@@ -128,7 +130,7 @@ def run(given: argparse.Namespace, argv: Sequence[str]) -> Store:
 
     plan = Plan(
         methods, prompts, given.temperatures, given.concurrency, given.tokens, given.seed,
-        given.ignore_eos, given.round, given.passes, alive,
+        given.ignore_eos, given.round, given.passes, alive, seconds=given.seconds,
     )  # fmt: skip
     source = provenance(without_folders(argv)) | {"device": device_name(cpu)}
     header = {"provenance": source, "name": given.pair or Path(what.target).name}
@@ -141,7 +143,8 @@ def run(given: argparse.Namespace, argv: Sequence[str]) -> Store:
     def prompt_and_reply(this: Round, name: str) -> tuple[list[int], list[int]]:
         return runner.prompt_and_reply(this, by_id[this.set, name])
 
-    judge(store, engine(methods[PLAIN], 1), prompt_and_reply, given.dtype)
+    if judged:
+        judge(store, engine(methods[PLAIN], 1), prompt_and_reply, given.dtype)
     if given.out is not None:
         given.out.with_suffix(".md").write_text(page(store.rows) + "\n")
     return store

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import re
+import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class Plan:
         passes: how often all rounds are decoded.
         alive: engines that live side by side; 1: one after another.
         turn_s: seconds of a turn. A host's speed changes within tens of seconds.
+        seconds: no further round of a set at a concurrency begins after so long.
     """
 
     methods: dict[str, Method]
@@ -55,6 +57,7 @@ class Plan:
     passes: int = 1
     alive: int = 1
     turn_s: float = 1.0
+    seconds: float = math.inf
 
     def rounds(self, concurrency: int) -> Iterator[tuple[Round, list[tuple[int, Prompt]]]]:
         """Each round, and its prompts by their numbers in their sets."""
@@ -113,12 +116,17 @@ class Runner:
                 if name == PLAIN and not alive and len(group) > 1:
                     return
                 self._start(name, max(levels), alive, stack, len(group) > 1)
+            spent = Counter[tuple[int, str]]()
             for number, (this, prompts) in enumerate(rounds):
+                situation, begin = (this.concurrency, this.set), time.monotonic()
+                if spent[situation] >= self._plan.seconds:
+                    continue
                 names = [name for name in alive if (this, name) not in self._rows]
                 if names and PLAIN in alive and PLAIN not in names:
                     names.append(PLAIN)
                 shift = number % max(1, len(names))
                 self._round(this, prompts, [*names[shift:], *names[:shift]], alive)
+                spent[situation] += time.monotonic() - begin
                 self._bar.update()
 
     def _start(
@@ -129,11 +137,12 @@ class Runner:
         try:
             engine = self._engine(self._plan.methods[name], most)
             process = stack.enter_context(begun(engine, start_driver))
-            wait_until_started(process)
+            seconds = wait_until_started(process)
         except EngineError as error:
             self._gap(name, most, error)
         else:
             alive[name] = process
+            self._store.append({"kind": "start", "method": name, "seconds": seconds})
             if paired:
                 process.pause()
 

@@ -5,6 +5,7 @@ A file has rows of these kinds:
 
 - `run`: the settings and the provenance of a start of the command; later rows belong to it
 - `round`: what one method did in one round, see `Round` and `rounds.summary`
+- `start`: the seconds in which an engine was built
 - `gap`: a set or an engine that could not be had, and why
 - `judged`: whether the first difference of a reply from plain decoding's is a near-tie
 

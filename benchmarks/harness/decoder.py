@@ -116,10 +116,13 @@ def begun(engine: Engine, factory: Any) -> Iterator[EngineProcess]:
             process.close()
 
 
-def wait_until_started(process: EngineProcess, progress: Callable[[str], None] = ignore) -> None:
-    """Wait for what `begun` began. Raises EngineError: the engine does not start."""
+def wait_until_started(process: EngineProcess, progress: Callable[[str], None] = ignore) -> float:
+    """Wait for what `begun` began. Returns the seconds of the start, without its imports.
+
+    Raises EngineError: the engine does not start.
+    """
     process.answer(progress)  # its imports
-    process.answer(progress)
+    return process.answer(progress)
 
 
 def build(engine: Engine) -> Any:

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This checkout and another one side by side, each over plain decoding: one table.
+
+    git worktree add ../older COMMIT
+    python -m benchmarks.compare ../older --seconds 2    # compiles, so that the next call need not
+    python -m benchmarks.compare ../older                # 20 minutes on two cores
+
+Of every pair and drafter in `SET_UPS` three engines take turns (`benchmarks.e2e`): plain decoding,
+this checkout's and the other one's. Ratios are of tokens per second, prompts included with more
+than one request at a time. What a commit measures at its first start belongs to its caches, so make
+the first call on an idle machine, too.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import ROOT, TINY, parser_of
+from benchmarks.e2e import main as e2e
+from benchmarks.e2e.methods import PLAIN
+from benchmarks.e2e.report import by_method, numbers, ratio
+from benchmarks.e2e.store import Row
+from benchmarks.pairs import REAL
+from benchmarks.widen import pair_of
+
+_SHORT = "14 tokens"
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """A pair and a drafter.
+
+    Args:
+        words: of the method, see `benchmarks.e2e.methods`.
+        seconds: of each load; a large model needs more for as many rounds.
+        options: of `benchmarks.e2e`.
+    """
+
+    name: str
+    pair: str
+    loads: tuple[int, ...]
+    words: str = "bastion"
+    seconds: float = 30.0
+    options: tuple[str, ...] = ()
+
+
+SET_UPS = (
+    SetUp("tiny", "tiny", (1, 8, 16), options=("--kinds", "nothing", _SHORT)),
+    SetUp("tiny, random drafter", "tiny", (1, 16), "bastion drafter=random"),
+    SetUp("hybrid", "hybrid", (1, 8)),
+    SetUp("SmolLM2", REAL, (1, 4, 16), seconds=45.0),
+    SetUp("0.6B, DFlash", "0.6B", (1, 4, 8), seconds=60.0),
+    SetUp("0.6B, DFlash2", "0.6B", (1, 4, 8), "bastion drafter=dflash2", 60.0),
+)
+
+
+def decode(one: SetUp, other: Path, seconds: float | None, folder: Path) -> list[Row]:
+    """What a set-up's engines decoded; `folder` is for prompts and results."""
+    if one.words.endswith("dflash2"):
+        pair_of(one.pair, kinds=("dflash2",))
+    source = ROOT / "benchmarks" / "verify.jsonl" if one.pair == REAL else TINY / "prompts.jsonl"
+    prompts = folder / "prompts.jsonl"  # without their domains: all are one set
+    rows = [json.loads(line) for line in source.read_text().splitlines()]
+    prompts.write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))
+    small = "0.6B" in one.pair or one.pair == REAL
+    words = [
+        "--pair", one.pair, "--methods", one.words, "--against", str(other),
+        "--jsonl", str(prompts), "--samples", "48", "--tokens", "48" if small else "64",
+        "--concurrency", *map(str, one.loads), "--alive", "3", "--passes", "1000",
+        "--seconds", str(seconds or one.seconds),
+        "--out", str(folder / f"{one.name.replace(', ', '-')}.jsonl"), *one.options,
+    ]  # fmt: skip
+    return e2e.run(e2e.parse(words), words, judged=False).rows
+
+
+def lines_of(one: SetUp, rows: Sequence[Row]) -> Iterator[str]:
+    """The table's lines: a line for each load and kind of reply."""
+    rounds = [row for row in rows if row["kind"] == "round"]
+    for load, name in dict.fromkeys((row["concurrency"], row["set"]) for row in rounds):
+        own = [row for row in rounds if (row["concurrency"], row["set"]) == (load, name)]
+        methods = by_method(own)
+        ours, theirs = methods.get(one.words, []), []
+        for method, found in methods.items():
+            theirs = found if " @ " in method else theirs
+        between = ratio(theirs, ours)
+        over = [ratio(methods.get(PLAIN, []), found) for found in (ours, theirs)]
+        if between is None or None in over:
+            continue
+        told = [numbers(found) for found in (ours, theirs)]
+        cells = [
+            one.name + (f", {_SHORT}" if name.endswith(_SHORT) else ""), load, between,
+            *(f"{found.mean:.3f}x" for found in over if found is not None),
+            *(f"{found['tau']:.2f}, {found['N']:.1f}" for found in told),
+            f"{numbers(methods[PLAIN])['tokens/s']:.0f}", len(between.rounds),
+        ]  # fmt: skip
+        yield f"| {' | '.join(map(str, cells))} |"
+    for row in rows:
+        if row["kind"] == "gap":
+            yield f"| {one.name} | gap: {row['method']}: {row['reason']} |"
+    starts = [f"{row['method']} {row['seconds']:.0f} s" for row in rows if row["kind"] == "start"]
+    yield f"| {one.name} | starts: {', '.join(starts)} |"
+
+
+_HEAD = (
+    "set-up", "requests", "over the other [95%]", "over plain", "the other over plain", "tau, N",
+    "the other's", "plain tokens/s", "rounds",
+)  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("other", type=Path, help="another checkout")
+    parser.add_argument("--seconds", type=float, help="of each load, in place of 30 to 60")
+    parser.add_argument("--only", nargs="+", default=[one.name for one in SET_UPS])
+    parser.add_argument("--out", type=Path, help="a folder that keeps every round")
+    given = parser.parse_args(argv)
+    lines = [f"| {' | '.join(_HEAD)} |", "|---" * len(_HEAD) + "|"]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = given.out or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for one in SET_UPS:
+            if one.name in given.only:
+                lines += lines_of(one, decode(one, given.other, given.seconds, folder))
+                print("\n".join(lines), flush=True)
+                if given.out is not None:
+                    (folder / "table.md").write_text("\n".join(lines) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
