@@ -8,7 +8,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,10 @@ SMALL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Engines:
-    """Engines side by side, by the words of `benchmarks.e2e.methods`; "fp8": of the drafter.
+    """Engines side by side, by the words of `benchmarks.e2e.methods`.
 
     Args:
-        shape: a pair of `benchmarks.pairs`, or of `_DUMMIES`: random weights and vLLM's defaults.
+        shape: a pair of `benchmarks.pairs`, or "experts".
         loads: requests at a time -> prompts, at least twice as many as decode together.
         texts: what they decode: a function of the number of prompts, tokens and temperature.
     """
@@ -41,7 +41,6 @@ class Engines:
     tokens: int = 64
     length: int = 384
     temperatures: tuple[int, ...] = (0,)
-    eager: bool = False  # without torch.compile, whose start would cost a minute
 
     def parts(self, small: bool) -> dict[str, list[Request]]:
         """The requests of each part, by its name."""
@@ -61,23 +60,16 @@ class Engines:
         most = max(2 if small else n for n in self.loads)
         if small and words.startswith("bastion") and "nodes" not in words:
             words += " nodes=31"
-        method = method_of(words.removesuffix(" fp8"), what)
-        if mode.endswith(" fp8"):
-            method = replace(method, speculative={**method.speculative, "quantization": "fp8"})
-        own: dict[str, Any] = {"dtype": "bfloat16"}
-        if self.shape in _DUMMIES:
-            names = ("max_num_seqs", "max_model_len", "enable_prefix_caching")
-            own = {"load_format": "dummy", "skip_tokenizer_init": True, **_DUMMIES[self.shape][2]}
-            own = {"memory": 0.9 / len(self.modes), "more": {**dict.fromkeys(names), **own}}
+        own: dict[str, Any] = {"dtype": "bfloat16", "max_num_seqs": most}
+        own |= {"max_model_len": self.length, "max_num_batched_tokens": 2048 if small else 8192}
+        if self.shape == "experts":
+            own |= {"memory": 0.9 / len(self.modes)}
+            own["more"] = {"load_format": "dummy", "skip_tokenizer_init": True}
         else:
-            share = gpu_share(what, len(self.modes), most, self.length)
-            own |= {"max_num_seqs": most, "max_model_len": self.length, **share}
-            own |= {"max_num_batched_tokens": 2048 if small else 8192}
-        if small or self.eager:
-            own["more"] = {**own.get("more", {}), **SMALL["more"]}
+            own |= gpu_share(what, len(self.modes), most, self.length)
         if small:
-            own |= {name: value for name, value in SMALL.items() if name != "more"}
-        return method.engine(what.target, cpu=False, **own)
+            own |= {**SMALL, "more": {**own.get("more", {}), **SMALL["more"]}}
+        return method_of(words, what).engine(what.target, cpu=False, **own)
 
     def start(self, small: bool) -> dict[str, Any]:
         """Each mode's engine, and how long its start took."""
@@ -91,36 +83,22 @@ class Engines:
         return found
 
 
-def _dummy(limits: dict[str, Any], **target: Any) -> tuple[dict[str, Any], ...]:
-    """Qwen3-8B's published sizes or others, a drafter of that width, and limits of `LLM`."""
-    sizes = {
-        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000, "hidden_act": "silu", "torch_dtype": "bfloat16",
-    } | target  # fmt: skip
-    layers = sizes["num_hidden_layers"]
-    reads = [1 + i * (layers - 3) // 4 for i in range(5)]
-    drafter = sizes | {
-        "num_hidden_layers": 5, "num_target_layers": layers, "block_size": 16,
-        "layer_types": ["full_attention"] * 5, "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3", "dflash_config": {"target_layer_ids": reads, "mask_token_id": 1023},
-    }  # fmt: skip
-    dense = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-    return dense | sizes, drafter, limits
-
-
-_DUMMIES = {
-    "8B": _dummy({}),
-    "experts": _dummy(  # Qwen3-30B-A3B of eight layers
-        {"max_num_seqs": 16, "max_model_len": 512},
-        architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_size=2048,
-        intermediate_size=6144, num_hidden_layers=8, num_key_value_heads=4, num_experts=128,
-        num_experts_per_tok=8, moe_intermediate_size=768, decoder_sparse_step=1,
-        mlp_only_layers=[], norm_topk_prob=True,
-    ),
+# Qwen3-30B-A3B of eight layers with random weights, and a drafter of its width.
+_EXPERTS: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+    "intermediate_size": 6144, "num_hidden_layers": 8, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40960, "rope_theta": 1000000, "hidden_act": "silu",
+    "torch_dtype": "bfloat16", "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "norm_topk_prob": True,
 }  # fmt: skip
-# Sizes of a dummy that the simulated GPU runs.
+_DRAFTER = _EXPERTS | {
+    "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 5,
+    "num_target_layers": 8, "block_size": 16, "layer_types": ["full_attention"] * 5,
+    "dflash_config": {"target_layer_ids": [1, 2, 3, 4, 6], "mask_token_id": 1023},
+}  # fmt: skip
+# Sizes that the simulated GPU runs.
 _FEW = {
     "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32,
     "num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 512,
@@ -129,16 +107,15 @@ _FEW = {
 
 
 def folder_of(shape: str, small: bool) -> Path:
-    """The folder of a pair, in a rehearsal the tiny one; a dummy's configs are written."""
+    """The folder of a pair, in a rehearsal the tiny one; experts have configs alone."""
     from benchmarks.pairs import pair_folder
 
-    if shape not in _DUMMIES:
+    if shape != "experts":
         return TINY if small else pair_folder(shape)
     folder = Path(tempfile.mkdtemp(prefix="bastion-"))
-    for name, config in zip(("target", "drafter"), _DUMMIES[shape], strict=False):
-        few = {key: value for key, value in _FEW.items() if small and key in config}
+    for name, config in {"target": _EXPERTS, "drafter": _DRAFTER}.items():
         (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(config | few))
+        (folder / name / "config.json").write_text(json.dumps(config | (_FEW if small else {})))
     return folder
 
 
@@ -161,11 +138,8 @@ def recorded(number: int, tokens: int, temperature: float = 0.0) -> list[Request
     """
     from benchmarks.replay.recording import load_recording
 
-    known, lengths, begin = (
-        load_recording(RESULTS / "recordings" / "smollm2.npz"),
-        random.Random(5),
-        0,
-    )
+    known = load_recording(RESULTS / "recordings" / "smollm2.npz")
+    lengths, begin = random.Random(5), 0
     sets: dict[str, list[list[int]]] = {}
     for domain, length in zip(known.domains, known.prompt_lens.tolist(), strict=True):
         sets.setdefault(domain, []).append(known.prompts[begin : begin + length].tolist())

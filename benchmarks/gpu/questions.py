@@ -171,14 +171,9 @@ ENGINES = {
         "4B", ("plain", _BEST, _FIXED, "bastion budget=64 lookup=false", _OURS),
         {1: 6, 4: 12, 16: 48, 64: 128}, held_out, temperatures=(0, 1),
     ),
-    "defaults": Engines(
-        "8B", ("bastion",), {1: 2, 16: 32, 32: 64, 33: 66, 64: 128}, noise, tokens=24
+    "experts": Engines(
+        "experts", ("plain", "bastion"), {1: 2, 16: 32}, noise, tokens=48, length=512
     ),
-    "experts": Engines("experts", ("plain", "bastion"), {1: 2, 16: 32}, noise, tokens=48),
-    "host": Engines(
-        "tiny", ("plain", "dflash 15", _OURS, "bastion"), {1: 12, 16: 64}, held_out, eager=True
-    ),
-    "drafter": Engines("4B", (_FIXED, f"{_FIXED} fp8"), {1: 6, 16: 48}, held_out),
 }  # fmt: skip
 
 
@@ -197,17 +192,8 @@ QUESTIONS = (
         "whether any time here is worth anything", 140, 150, tokens),
     Question("adaptive", "Does the adaptive budget reach the best fixed one at the 4B shape?",
         "whether the budget's costs are right", 330, 420, _decode("adaptive")),
-    Question("defaults", "Does an 8B shape start and decode with all of vLLM's defaults?",
-        "whether the defaults may stay: seconds and memory of a start, a step of 33 requests",
-        110, 150, _decode("defaults")),
     Question("experts", "Does a mixture of experts of eight layers lose to plain decoding?",
         "whether the gate closes in time where rows are dear", 170, 220, _decode("experts")),
-    Question("host", "How much host time does a step have?",
-        "whether host code is worth work: with the tiny pair a step is little else",
-        70, 100, _decode("host")),
     Question("ops", "Which ops miss their bars?",
         "which kernels to tune", 80, 120, ops),
-    Question("drafter", "Does an fp8 drafter pay?",
-        "whether docs may recommend it: draft time against tokens lost",
-        110, 150, _decode("drafter")),
 )  # fmt: skip

@@ -93,11 +93,11 @@ def test_a_call_that_is_killed_counts_as_an_interruption(tmp_path: Path) -> None
 
 def test_new_questions_come_before_interrupted_and_failed_ones(tmp_path: Path) -> None:
     answers = Answers(tmp_path / "answers.json")
-    for name, status in {"tokens": FAILED, "trace": INTERRUPTED, "defaults": ANSWERED}.items():
+    for name, status in {"tokens": FAILED, "trace": INTERRUPTED, "ops": ANSWERED}.items():
         answers.begin(name)
         answers.update(name, status, 1.0)
     names = [one.name for one in order(QUESTIONS, answers)]
-    assert names == ["real", "adaptive", "experts", "host", "ops", "drafter", "trace", "tokens"]
+    assert names == ["real", "adaptive", "experts", "trace", "tokens"]
 
 
 def test_gaps_of_the_device_belong_to_the_innermost_part_of_the_host_that_runs() -> None:
