@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.replay.controller import choose_budget
+from benchmarks.replay.policies import best_total, shares
 from tests.trees import grow, make_trees
 from vllm_bastion.attached import StepPlan
 from vllm_bastion.engine.budget import TreeBudgetManager
@@ -92,6 +92,12 @@ def costs(reqs: int) -> np.ndarray:
     return np.asarray(DRAFT_MS[reqs] + VERIFY_MS)
 
 
+def best_shares(rho: np.ndarray, limits: list[int]) -> list[int]:
+    """Each request's nodes by the argmax over all of the batch's scores."""
+    scores = [row[:limit] for row, limit in zip(rho, limits, strict=True)]
+    return shares(scores, best_total(scores, costs(len(scores))))
+
+
 def test_exact_budgets_are_the_argmax_over_300_random_batches() -> None:
     rng = np.random.default_rng(0)
     sizes = []
@@ -101,9 +107,9 @@ def test_exact_budgets_are_the_argmax_over_300_random_batches() -> None:
         steps = Steps(slots, lagged=False)
         steps.draft(seed)
         got = steps.verify(limits)
-        best = choose_budget(steps.rho(), limits, costs(len(slots)), len(slots))
-        assert [got[name] for name in steps.names] == best.counts.tolist()
-        sizes.append(best.num_nodes)
+        best = best_shares(steps.rho(), limits)
+        assert [got[name] for name in steps.names] == best
+        sizes.append(sum(best))
     assert 0 in sizes and max(sizes) > 20 and len(set(sizes)) > 15, "the costs bind"
 
 
@@ -128,10 +134,9 @@ def test_lagged_sizes_come_from_the_step_before_and_shares_from_this_one() -> No
     for seed in range(1, 12):
         steps.draft(seed)
         got = steps.verify(limits)
-        total = choose_budget(before, limits, costs(3), 3).num_nodes
-        own = choose_budget(steps.rho(), limits, costs(3), 3, total)
+        total = sum(best_shares(before, limits))
         assert sum(got.values()) == total
-        assert [got[name] for name in steps.names] == own.counts.tolist()
+        assert [got[name] for name in steps.names] == shares(steps.rho(), total)
         before = steps.rho()
 
 
@@ -168,8 +173,8 @@ def test_a_requests_own_budget_leaves_the_other_trees_what_pays(lagged: bool) ->
     steps.draft(0)
     steps.draft(0)
     got = steps.verify([NODES] * 3)
-    best = choose_budget(steps.rho(), [NODES, 2, 0], costs(3), 3)
-    assert [got[name] for name in steps.names] == best.counts.tolist()
+    best = best_shares(steps.rho(), [NODES, 2, 0])
+    assert [got[name] for name in steps.names] == best
     assert got["r0"] > 2 and got["r2"] == 0
 
 
