@@ -7,10 +7,10 @@ import math
 import os
 import sys
 import textwrap
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
-from benchmarks.demo.pair import Pair
+from tokenizers import Tokenizer
+
 from benchmarks.harness.decoder import Completion, Run, count, first_difference
 from benchmarks.probes import SeenTree
 
@@ -19,31 +19,52 @@ _MAX_TREE_LINES = 40
 _COLOURS = {"accepted": "32;1", "rejected": "0", "note": "2", "title": "1"}
 
 
-def print_completion(row: dict[str, str], by_mode: dict[str, Completion]) -> None:
-    print("\n" + title(f"{row['domain']}  ({row['id']})"))
-    print_text(row["prompt"], "note")
-    print_text(by_mode["plain"].text, "accepted")
-    print_same(by_mode)
+class Streamed:
+    """Prints what an engine emits as soon as it is emitted.
+
+    name: the engine's, for the headings.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, name: str, domains: Sequence[str], texts: Sequence[str]
+    ) -> None:
+        self._tokenizer, self._name, self._domains, self._texts = tokenizer, name, domains, texts
+        self._number, self._ids, self._shown = -1, list[int](), ""
+
+    def __call__(self, item: tuple[int, list[int]]) -> None:
+        """Print an item of `Decoder.decode`: the number of a request, and new token ids."""
+        number, ids = item
+        if number != self._number:
+            self.end()
+            self._number, self._ids, self._shown = number, [], ""
+            print(title(f"{self._name}: {self._domains[number]}"))
+            print_text(self._texts[number], "note")
+        self._ids += ids
+        text = self._tokenizer.decode(self._ids)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # part of a character
+            print(style("accepted", text[len(self._shown) :]), end="", flush=True)
+            self._shown = text
+
+    def end(self) -> None:
+        if self._number >= 0:
+            print("\n")
 
 
-def print_same(by_mode: dict[str, Completion], label: str = "") -> None:
+def print_same(domain: str, by_mode: dict[str, Completion]) -> None:
     """Whether all modes have the same tokens, and the texts of those that differ."""
     plain = by_mode["plain"]
     other = [name for name, done in by_mode.items() if done.token_ids != plain.token_ids]
     if not other:
-        count = len(plain.token_ids)
-        print(f"  {label}{count} token ids, identical in plain, dflash and bastion")
+        ids = len(plain.token_ids)
+        print(f"  {domain}: {ids} token ids, identical in plain, dflash and bastion")
     for name in other:
         at = first_difference(by_mode[name].token_ids, plain.token_ids)
-        print(f"  {label}{name} differs from plain at token {at}:")
+        print(f"  {domain}: {name} differs from plain at token {at}:")
         print_text(by_mode[name].text, "rejected")
 
 
-def print_numbers(
-    pair: Pair, nodes: int, prompts: list[dict[str, str]], runs: dict[str, Run]
-) -> None:
+def print_numbers(domains: Sequence[str], runs: dict[str, Run]) -> None:
     print("\n" + title("Tokens per target forward (tau), and seconds"))
-    domains = [row["domain"] for row in prompts]
     head = "".join(f"{domain:>12s}" for domain in domains)
     print(f"  {'':10s}{head}{'all':>8s}{'verified':>10s}{'forwards':>10s}{'seconds':>10s}{'':>8s}")
     for name, run in runs.items():
@@ -54,25 +75,26 @@ def print_numbers(
             f"  {name:10s}{taus}{total.tau:8.2f}{total.mean_verified:10.1f}{total.forwards:10d}"
             f"{run.decode_s:10.2f}{ratio:>8s}"
         )
+
+
+def print_notes(nodes: int, chain: int, note: str) -> None:
+    """How to read the numbers. chain: the length of dflash's drafts."""
     notes = (
         "Forwards: forward passes of the target for all prompts together, without those over the"
         " prompts; verified: mean draft tokens (tree nodes) in one. In each step bastion chose the"
         f" number of nodes, at most {nodes}, by the step costs that it measured at its start;"
-        f" dflash drafts {pair.chain} tokens. Plain and dflash run without this plugin. Seconds are"
+        f" dflash drafts {chain} tokens. Plain and dflash run without this plugin. Seconds are"
         " one run of eager engines, in float32: the README has the table of many prompts in"
-        f" vLLM's default mode. {pair.note}"
+        f" vLLM's default mode. {note}"
     )
     print(style("note", _fill(notes)))
 
 
-def print_tree(target: Path, prompts: list[dict[str, str]], trees: list[SeenTree]) -> None:
+def print_tree(tokenizer: Tokenizer, domains: Sequence[str], trees: list[SeenTree]) -> None:
     """The tree of one step, preferably one whose accepted path leaves the chain."""
-    from tokenizers import Tokenizer
-
     if not trees:
         print("\nbastion verified no tree: by the step costs measured here, no draft paid for one.")
         return
-    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
 
     def text(token: int) -> str:
         return tokenizer.decode([token], skip_special_tokens=False)
@@ -86,7 +108,7 @@ def print_tree(target: Path, prompts: list[dict[str, str]], trees: list[SeenTree
             seen.accepted,
         ),
     )
-    domain = prompts[seen.request]["domain"]
+    domain = domains[seen.request]
     print("\n" + title(f"One step of {domain}, after {seen.position} tokens: the draft tree"))
     for line in draw_tree(seen, text):
         shown = line if len(line) <= WIDTH - 2 else line[: WIDTH - 3] + "…"
@@ -136,10 +158,6 @@ def _printable(text: str) -> str:
     """Make spaces and control characters visible, so that a token cannot break the drawing."""
     text = text.replace(" ", "·").replace("\n", "↵").replace("\t", "⇥")
     return "".join(char if char.isprintable() else "�" for char in text) or "∅"
-
-
-def print_piece(text: str) -> None:
-    print(style("accepted", text), end="", flush=True)
 
 
 def print_text(text: str, kind: str) -> None:
