@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.harness.decoder import model_runner, request_index
+from benchmarks.harness.steps import model_runner, request_index
 
 
 @dataclass(frozen=True)

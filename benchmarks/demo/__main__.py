@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -24,8 +25,9 @@ from benchmarks.demo.pages import (
     title,
 )  # fmt: skip
 from benchmarks.e2e.methods import Target, method_of
-from benchmarks.harness.decoder import Decoder, Run, begun, wait_until_started
+from benchmarks.harness.driver import Response, start_driver
 from benchmarks.harness.engine import Engine, Request
+from benchmarks.harness.process import begun, wait_until_started
 from benchmarks.progress import Progress
 from benchmarks.prompts import Prompt, load_prompts
 from benchmarks.smollm2.install import pair as real_pair
@@ -33,6 +35,7 @@ from benchmarks.smollm2.target import CannotFetch
 
 # Nodes of a tree, query tokens of a step, and the cache: small, for a machine with little memory.
 NODES, _ROWS, _KV_CACHE_BYTES = 31, 48, 256 << 20
+_WARM_UP_TOKENS = 24
 _ASKED = {
     "code": "Write a Python function that returns the most frequent word of a text.",
     "arithmetic": "A baker sells 14 loaves in the morning and 9 in the afternoon, each for 4 "
@@ -98,7 +101,7 @@ def engines_of(pair: Pair) -> dict[str, Engine]:
     engines = {}
     for name, own in words.items():
         engine = method_of(own, what).engine(
-            target, cpu=False, dtype="float32", eager=True, timed=True, max_num_seqs=1,
+            target, cpu=False, dtype="float32", eager=True, max_num_seqs=1,
             max_num_batched_tokens=_ROWS, kv_cache_bytes=_KV_CACHE_BYTES,
             probe="benchmarks.probes:trees" if name == "bastion" else None,
         )  # fmt: skip
@@ -123,31 +126,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(note, flush=True)
     domains, texts, requests = zip(*prompts_of(pair), strict=True)
     tokenizer = Tokenizer.from_file(str(pair.folder / "target" / "tokenizer.json"))
-    runs: dict[str, Run] = {}
+    runs: dict[str, list[Response]] = {}
     with ExitStack() as stack:
         engines = engines_of(pair)
         # The first two import vLLM and read their models side by side; bastion times its steps
         # while it starts, so nothing else runs then.
         for names in (("plain", "dflash"), ("bastion",)):
             progress = Progress(" and ".join(names))
-            started = {name: stack.enter_context(begun(engines[name], Decoder)) for name in names}
+            started = {
+                name: stack.enter_context(begun(start_driver, engines[name])) for name in names
+            }
             for process in started.values():
                 wait_until_started(process, progress)
             progress.done(f"started in {progress.seconds:.0f} s")
             for name, process in started.items():
-                process.call("decode", list(requests), True)
+                warm_up = replace(requests[0], max_tokens=_WARM_UP_TOKENS, params={})
+                process.call("drive", [warm_up], 1)
+                process.answer()
+                process.call("drive", list(requests), 1, math.inf, True)
                 shown = Streamed(tokenizer, name, domains, texts)
                 runs[name] = process.answer(items=shown)
                 shown.end()
+                if name == "bastion":
+                    process.call("probed")
+                    trees = process.answer()
                 process.close()  # free its memory before the next engine decodes
     print(title("The same tokens"))
     for index, domain in enumerate(domains):
-        print_same(domain, {name: run.completions[index] for name, run in runs.items()})
+        ids = {name: run[index].token_ids for name, run in runs.items()}
+        print_same(domain, tokenizer, ids)
     print_numbers(domains, runs)
     print_notes(NODES, pair.chain, pair.note)
     if busy >= 25:
         print(note)
-    print_tree(tokenizer, domains, runs["bastion"].probed)
+    print_tree(tokenizer, domains, trees)
     return 0
 
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 from tokenizers import Tokenizer
 
-from benchmarks.harness.decoder import Completion, Run, count, first_difference
+from benchmarks.harness.driver import Response
+from benchmarks.harness.steps import first_difference
 from benchmarks.probes import SeenTree
 
 WIDTH = 100
@@ -50,30 +51,31 @@ class Streamed:
             print("\n")
 
 
-def print_same(domain: str, by_mode: dict[str, Completion]) -> None:
+def print_same(domain: str, tokenizer: Tokenizer, by_mode: dict[str, list[int]]) -> None:
     """Whether all modes have the same tokens, and the texts of those that differ."""
     plain = by_mode["plain"]
-    other = [name for name, done in by_mode.items() if done.token_ids != plain.token_ids]
+    other = {name: ids for name, ids in by_mode.items() if ids != plain}
     if not other:
-        ids = len(plain.token_ids)
-        print(f"  {domain}: {ids} token ids, identical in plain, dflash and bastion")
-    for name in other:
-        at = first_difference(by_mode[name].token_ids, plain.token_ids)
-        print(f"  {domain}: {name} differs from plain at token {at}:")
-        print_text(by_mode[name].text, "rejected")
+        print(f"  {domain}: {len(plain)} token ids, identical in plain, dflash and bastion")
+    for name, ids in other.items():
+        print(f"  {domain}: {name} differs from plain at token {first_difference(ids, plain)}:")
+        print_text(tokenizer.decode(ids), "rejected")
 
 
-def print_numbers(domains: Sequence[str], runs: dict[str, Run]) -> None:
+def print_numbers(domains: Sequence[str], runs: dict[str, list[Response]]) -> None:
     print("\n" + title("Tokens per target forward (tau), and seconds"))
     head = "".join(f"{domain:>12s}" for domain in domains)
     print(f"  {'':10s}{head}{'all':>8s}{'verified':>10s}{'forwards':>10s}{'seconds':>10s}{'':>8s}")
+    seconds = {name: run[-1].end_s - run[0].begin_s for name, run in runs.items()}
     for name, run in runs.items():
-        taus = "".join(f"{count([done]).tau:12.2f}" for done in run.completions)
-        total = count(run.completions)
-        ratio = f"{runs['plain'].decode_s / run.decode_s:.2f}x"
+        taus = "".join(f"{one.emitted / max(1, one.forwards):12.2f}" for one in run)
+        forwards = sum(one.forwards for one in run)
+        tau = sum(one.emitted for one in run) / max(1, forwards)
+        verified = sum(one.verified for one in run) / max(1, forwards)
+        ratio = f"{seconds['plain'] / seconds[name]:.2f}x"
         print(
-            f"  {name:10s}{taus}{total.tau:8.2f}{total.mean_verified:10.1f}{total.forwards:10d}"
-            f"{run.decode_s:10.2f}{ratio:>8s}"
+            f"  {name:10s}{taus}{tau:8.2f}{verified:10.1f}{forwards:10d}{seconds[name]:10.2f}"
+            f"{ratio:>8s}"
         )
 
 

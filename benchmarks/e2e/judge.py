@@ -15,8 +15,8 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.e2e.store import Round, Store
-from benchmarks.harness.decoder import engine_of
 from benchmarks.harness.engine import Engine
+from benchmarks.harness.process import begun, wait_until_started
 
 # Of log-probabilities, as in the end-to-end tests: bfloat16's, and float32's.
 BOUND, FLOAT32_BOUND = 0.25, 1e-4
@@ -64,7 +64,8 @@ def judge(
     if not open_ones:
         return
     bound = FLOAT32_BOUND if dtype == "float32" else BOUND
-    with engine_of(replace(engine, speculative=None, max_num_seqs=1), Scorer) as process:
+    with begun(Scorer, replace(engine, speculative=None, max_num_seqs=1)) as process:
+        wait_until_started(process)
         for method, this, name, at, token in tqdm(open_ones, desc="near-ties", disable=None):
             prompt, reply = prompt_and_reply(this, name)
             tokens = [[*reply, None][at], token]

@@ -37,7 +37,7 @@ from benchmarks.e2e.methods import (
 from benchmarks.e2e.report import page
 from benchmarks.e2e.rounds import Plan, Runner
 from benchmarks.e2e.store import Round, Store, StoreError, read_rows
-from benchmarks.harness.engine import UserEngine
+from benchmarks.harness.engine import Engine
 from benchmarks.pairs import REAL, longer, pair_dtype, pair_folder
 from benchmarks.prompts import DataError, Prompt, load_jsonl
 from benchmarks.provenance import device_name, provenance, without_folders
@@ -121,7 +121,7 @@ def run(given: argparse.Namespace, argv: Sequence[str], *, judged: bool = True) 
     alive = given.alive or (fitting(what, longest) if cpu else 1)
     methods = _methods(given, what, cpu)
 
-    def engine(method: Method, concurrency: int) -> UserEngine:
+    def engine(method: Method, concurrency: int) -> Engine:
         own = {name: getattr(given, name) for name in ("dtype", "eager", "cudagraphs")}
         own |= {"max_num_seqs": concurrency, "max_model_len": longest}
         if alive > 1 and not cpu:

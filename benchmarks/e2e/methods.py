@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 from transformers import PretrainedConfig
 
-from benchmarks.harness.engine import UserEngine, dflash
+from benchmarks.harness.engine import Engine
 from benchmarks.prompts import DataError
 from benchmarks.random_drafter import write_random
 from vllm_bastion.checkpoints.drafter_types import architectures_of, drafter_type_of, gamma_of
@@ -83,8 +83,8 @@ class Method:
         name = f"{self.name} @ {label}"
         return Method(name, self.speculative, self.second_runner, checkout, label)
 
-    def engine(self, target: str, *, cpu: bool, **settings: Any) -> UserEngine:
-        """settings: fields of `UserEngine`."""
+    def engine(self, target: str, *, cpu: bool, **settings: Any) -> Engine:
+        """settings: fields of `Engine`."""
         environment = dict(_ENVIRONMENT)
         if not (self.ours or self.second_runner):
             environment["VLLM_PLUGINS"] = ""
@@ -99,10 +99,14 @@ class Method:
             cache = cache_dir() / "against" / self.label
             environment["VLLM_BASTION_CACHE"] = str(cache)
             environment["VLLM_CACHE_ROOT"] = str(cache / "vllm")
-        return UserEngine(
+        return Engine(
             self.speculative, Path(target), environment=environment, checkout=self.checkout,
             **settings,
         )  # fmt: skip
+
+
+def dflash(drafter: Path, gamma: int, method: str = "dflash") -> dict[str, Any]:
+    return {"method": method, "model": str(drafter), "num_speculative_tokens": gamma}
 
 
 def method_of(words: str, what: Target) -> Method:
@@ -223,7 +227,7 @@ def reference_of(method: Method, temperature: float, ran: Sequence[str]) -> str 
 
 
 def gpu_share(what: Target, alive: int, concurrency: int, max_model_len: int) -> dict[str, Any]:
-    """The memory of a GPU that one of `alive` engines gets, as fields of `UserEngine`.
+    """The memory of a GPU that one of `alive` engines gets, as fields of `Engine`.
 
     Each gets a KV cache of the size it needs, in two-byte numbers: vLLM would measure what is free,
     which changes while others start. Raises DataError: a config does not say how large that is.

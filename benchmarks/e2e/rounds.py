@@ -22,10 +22,10 @@ from tqdm import tqdm
 from benchmarks.chat import Renderer
 from benchmarks.e2e.methods import PLAIN, REFERENCE, Method, groups, reference_of
 from benchmarks.e2e.store import Round, Row, Store
-from benchmarks.harness.decoder import begun, first_difference, wait_until_started
 from benchmarks.harness.driver import Response, start_driver
-from benchmarks.harness.engine import Request, UserEngine
-from benchmarks.harness.process import EngineError, EngineProcess
+from benchmarks.harness.engine import Engine, Request
+from benchmarks.harness.process import EngineError, EngineProcess, begun, wait_until_started
+from benchmarks.harness.steps import first_difference
 from benchmarks.prompts import Prompt
 from benchmarks.provenance import FOLDER
 
@@ -85,7 +85,7 @@ class Runner:
         plan: Plan,
         store: Store,
         renderer: Renderer,
-        engine: Callable[[Method, int], UserEngine],
+        engine: Callable[[Method, int], Engine],
     ) -> None:
         self._plan, self._store, self._renderer, self._engine = plan, store, renderer, engine
         self._rows: dict[tuple[Round, str], Row] = {}  # the first of each
@@ -136,7 +136,7 @@ class Runner:
         self._bar.set_description(f"{name}, concurrency {most}, starting")
         try:
             engine = self._engine(self._plan.methods[name], most)
-            process = stack.enter_context(begun(engine, start_driver))
+            process = stack.enter_context(begun(start_driver, engine))
             seconds = wait_until_started(process)
         except EngineError as error:
             self._gap(name, most, error)

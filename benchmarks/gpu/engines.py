@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS, TINY
-from benchmarks.harness.engine import Request, UserEngine
+from benchmarks.harness.engine import Engine, Request
 
 # Without torch.compile, whose code the simulated GPU cannot run, and in the type that Triton's
 # interpreter multiplies rightly.
@@ -52,7 +52,7 @@ class Engines:
             for n, prompts in loads.items()
         }
 
-    def engine(self, mode: str, small: bool, folder: Path) -> UserEngine:
+    def engine(self, mode: str, small: bool, folder: Path) -> Engine:
         """The engine of a mode; `folder` has a pair."""
         from benchmarks.e2e.methods import Target, gpu_share, method_of
 

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.harness.decoder import engine_core, model_runner
 from benchmarks.harness.engine import Request
+from benchmarks.harness.steps import engine_core, model_runner
 
 WARM_UP = 20
 _JOINS_EVERY = 3

@@ -1,26 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode with an engine in this process, and measure where the time of its steps goes."""
+"""Decode with an engine in this process, count its steps, and measure where their time goes."""
 
 from __future__ import annotations
 
+import importlib
 import math
+import os
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
-from benchmarks.harness.decoder import (
+from benchmarks.harness.engine import Engine, Request
+from benchmarks.harness.process import end_turn, report_item
+from benchmarks.harness.steps import (
     Emission,
-    build,
     engine_core,
     keep_busy,
     model_runner,
     request_index,
     watch_steps,
 )
-from benchmarks.harness.engine import Engine, Request
-from benchmarks.harness.process import end_turn, report_item
 
 
 @dataclass
@@ -34,7 +36,7 @@ class Response:
 
     name: str
     token_ids: list[int] = field(default_factory=list)
-    prompt_len: int = 0
+    prompt_ids: list[int] = field(default_factory=list)
     begin_s: float = 0.0
     first_s: float = 0.0
     end_s: float = 0.0
@@ -53,13 +55,20 @@ def start_driver(engine: Engine) -> Driver:
     Every engine of the table, vLLM's own too, loads its compiled graphs as this plugin's engines
     do: the code is the same, and each start takes a minute less.
     """
+    from vllm import LLM
+    from vllm.platforms import current_platform
+
     import vllm_bastion
     from vllm_bastion.cpu.stored_graphs import complete_when_read
 
+    method = (engine.speculative or {}).get("method", "bastion")
+    second_runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+    if method != "bastion" and second_runner and current_platform.is_cpu():
+        importlib.import_module("benchmarks.other_methods")
     found, wanted = Path(vllm_bastion.__file__).resolve().parents[1], engine.paths()
     assert not wanted or found == wanted[0].resolve(), f"the package comes from {found}"
     with complete_when_read():
-        return Driver(build(engine))
+        return Driver(LLM(**engine.arguments()), engine.probe)
 
 
 class Clock:
@@ -122,10 +131,13 @@ class CudaClock(Clock):
 
 
 class Driver:
-    def __init__(self, llm: Any) -> None:
+    """probe: see `Engine`."""
+
+    def __init__(self, llm: Any, probe: str | None = None) -> None:
         import torch
 
         self._llm = llm
+        self.probed = None if probe is None else resolve_name(probe)(llm)
         self._scheduler = engine_core(llm).scheduler
         self._runner = model_runner(llm)
         cuda = torch.cuda.is_available()
@@ -147,14 +159,21 @@ class Driver:
         self._waited_s = 0.0  # in other engines' turns
 
     def drive(
-        self, requests: list[Request], concurrency: int, turn_s: float = math.inf
+        self,
+        requests: list[Request],
+        concurrency: int,
+        turn_s: float = math.inf,
+        stream: bool = False,
     ) -> list[Response]:
         """Decode all requests, `concurrency` at a time.
 
         Each `Response` is also sent to the caller's `items` as soon as it is finished.
 
-        turn_s: seconds after which, between two steps, other engines have their turns.
+        Args:
+            turn_s: seconds after which, between two steps, other engines have their turns.
+            stream: send (index of a request, new token ids) in place of responses.
         """
+        self._stream = stream
         named = [(str(index), request) for index, request in enumerate(requests)]
         self._responses = [Response(request.name) for request in requests]
         original = self._scheduler.update_from_output
@@ -180,17 +199,21 @@ class Driver:
         response.first_s = response.first_s or now
         if output.finished:
             response.token_ids = list(output.outputs[0].token_ids)
-            response.prompt_len = len(getattr(output, "prompt_token_ids", None) or ())
+            response.prompt_ids = list(getattr(output, "prompt_token_ids", None) or ())
             response.end_s = now
-            report_item(response)
+            if not self._stream:
+                report_item(response)
 
     def _begin(self, name: str) -> None:
         self._responses[int(name)].begin_s = self._now()
 
     def _count(self, emissions: list[Emission]) -> None:
         for one in emissions:
+            index = request_index(one.request_id)
+            if self._stream:
+                report_item((index, [int(token) for token in one.tokens]))
             if not one.ends_prompt:
-                response = self._responses[request_index(one.request_id)]
+                response = self._responses[index]
                 response.emitted += len(one.tokens)
                 response.forwards += 1
                 response.verified += one.verified

@@ -28,6 +28,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -39,6 +40,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks.harness.engine import Engine
+
+# Imported before an engine is built; takes seconds and reads no model.
+IMPORTS = ("vllm.entrypoints.llm",)
 _POLL_S = 0.2
 _EXIT_S = 20.0
 # How long a call that is interrupted may take to end.
@@ -241,6 +246,31 @@ class EngineProcess:
     def _signal(self, number: signal.Signals) -> None:
         if self._process.is_alive() and self._process.pid is not None:
             os.kill(self._process.pid, number)
+
+
+@contextmanager
+def begun(
+    factory: Callable[[Engine], Any], engine: Engine, imports: Sequence[str] = IMPORTS
+) -> Iterator[EngineProcess]:
+    """A process that is building `factory(engine)`, so that several can start side by side."""
+    with tempfile.TemporaryDirectory(prefix="bastion-") as folder:
+        log = Path(folder) / "engine.log"
+        process = EngineProcess(log, engine.environment, imports, paths=engine.paths())
+        try:
+            process.start(factory, engine)
+            yield process
+        finally:
+            process.close()
+
+
+def wait_until_started(process: EngineProcess, progress: Callable[[str], None] = ignore) -> float:
+    """Wait for what `begun` began. Returns the seconds of the start, without its imports.
+
+    Raises EngineError: the engine does not start.
+    """
+    process.answer(progress)  # its imports
+    seconds: float = process.answer(progress)
+    return seconds
 
 
 def _serve(connection: Connection, log: str, imports: Sequence[str], paths: Sequence[Path]) -> None:

@@ -17,8 +17,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.v1.metrics.reader import Counter, Histogram, Vector
 
-from benchmarks.harness.decoder import reported_nodes
 from benchmarks.harness.engine import sampling_params
+from benchmarks.harness.steps import reported_nodes
 from tests.e2e import costs
 
 _METRICS = ("spec_decode", "num_preemptions", "prefix_cache_hits", "bastion")

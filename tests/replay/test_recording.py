@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from benchmarks import RESULTS
-from benchmarks.harness.decoder import Completion, count
 from benchmarks.probes import SeenTree
 from benchmarks.replay.costs import from_profile, paper_a100
 from benchmarks.replay.recording import (
@@ -46,12 +45,6 @@ def test_drafts_come_in_any_order_and_those_that_cannot_be_replayed_are_dropped(
     assert recording.topk_tokens[:, 0, 0].tolist() == [151935] * 3
     assert recording.context_lens.tolist() == [10, 12, 11]
     assert recording.prompts.tolist() == list(range(20))
-
-
-def test_counts() -> None:
-    total = count([Completion(name, [1, 2, 3, 4, 5], "", [3, 1], [8, 6]) for name in "ab"])
-    assert (total.tokens, total.forwards, total.tau, total.mean_verified) == (8, 4, 2.0, 7.0)
-    assert count([]).tau == 0.0
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This checkout and another one side by side, each over plain decoding: one table.
-
-    git worktree add ../older COMMIT
-    python -m benchmarks.compare ../older --seconds 2    # compiles, so that the next call need not
-    python -m benchmarks.compare ../older                # 20 minutes on two cores
-
-Of every pair and drafter in `SET_UPS` three engines take turns (`benchmarks.e2e`): plain decoding,
-this checkout's and the other one's. Ratios are of tokens per second, prompts included with more
-than one request at a time. What a commit measures at its first start belongs to its caches, so make
-the first call on an idle machine, too.
-"""
+"""The command `python -m benchmarks.compare`."""
 
 from __future__ import annotations
 
@@ -19,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import benchmarks.compare
 from benchmarks import ROOT, TINY, parser_of
 from benchmarks.e2e import main as e2e
 from benchmarks.e2e.methods import PLAIN
@@ -112,7 +103,7 @@ _HEAD = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of(__doc__)
+    parser = parser_of(benchmarks.compare.__doc__)
     parser.add_argument("other", type=Path, help="another checkout")
     parser.add_argument("--seconds", type=float, help="of each load, in place of 30 to 60")
     parser.add_argument("--only", nargs="+", default=[one.name for one in SET_UPS])

@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This checkout and another one side by side, each over plain decoding: one table.
+
+    git worktree add ../older COMMIT
+    python -m benchmarks.compare ../older --seconds 2    # compiles, so that the next call need not
+    python -m benchmarks.compare ../older                # 20 minutes on two cores
+
+Of every pair and drafter in `SET_UPS` three engines take turns (`benchmarks.e2e`): plain decoding,
+this checkout's and the other one's. Ratios are of tokens per second, prompts included with more
+than one request at a time. What a commit measures at its first start belongs to its caches, so make
+the first call on an idle machine, too.
+"""
