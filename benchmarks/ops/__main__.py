@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import benchmarks.ops
-from benchmarks import RESULTS, ROOT, parser_of
+from benchmarks import ROOT, parser_of
 from benchmarks.provenance import provenance
 
 # run from a checkout, even if the package is not installed
@@ -23,46 +23,27 @@ sys.path.insert(0, str(ROOT / "kernels"))
 for package in ("torch", "triton"):
     if importlib.util.find_spec(package) is None:
         raise SystemExit(
-            f"benchmarks.ops: {sys.executable} has no {package}. A GPU needs a Python (3.11 or "
-            "newer) with PyTorch for CUDA and Triton, and vLLM where its FlashAttention 3 is to be "
-            "timed beside ours: `make bench BENCH_PYTHON=...`. A CPU needs `.venv`."
+            f"benchmarks.ops: {sys.executable} has no {package}. It needs a Python (3.11 or newer) "
+            "with PyTorch for CUDA and Triton, and vLLM where its FlashAttention 3 is to be timed "
+            "beside ours: `make bench BENCH_PYTHON=...`."
         )
 os.environ.pop("TRITON_INTERPRET", None)  # never time the interpreter
 
 import torch  # noqa: E402
 
 from benchmarks.ops.device import gpu_facts  # noqa: E402
-from benchmarks.ops.timing import (  # noqa: E402
-    Entry,
-    Row,
-    copy_speed,
-    run_entry,
-    time_graphs,
-    time_on_host,
-)
-
-
-def cases() -> list[Entry]:
-    """Those of this machine."""
-    if not torch.cuda.is_available():
-        from benchmarks.ops.on_cpu import cpu_cases
-
-        return cpu_cases()
-    from benchmarks.ops.on_gpu import gpu_cases
-
-    return gpu_cases()
+from benchmarks.ops.on_gpu import gpu_cases  # noqa: E402
+from benchmarks.ops.timing import Entry, Row, copy_speed, run_entry, time_graphs  # noqa: E402
 
 
 def run_timings(entries: Sequence[Entry], replays: int, out: Path | None) -> list[Row]:
     """Check and time all cases, and write `out` after each, so that it is always valid JSON."""
-    cuda = torch.cuda.is_available()
-    ceiling = copy_speed(replays) if cuda else 0.0
-    if cuda:
-        print(f"{torch.cuda.get_device_name()}: a copy reaches {ceiling:.0f} GB/s")
+    ceiling = copy_speed(replays)
+    print(f"{torch.cuda.get_device_name()}: a copy reaches {ceiling:.0f} GB/s")
     names = ("median us", "p20", "p80", "best")
     print(f"{'case':44}" + "".join(f" {name:>9}" for name in names) + f" {'GB/s':>8} {'MHz':>5}")
     head = {"provenance": provenance() | gpu_facts(), "copy_gb_per_s": ceiling}
-    timer, rows = partial(time_graphs if cuda else time_on_host, replays=replays), list[Row]()
+    timer, rows = partial(time_graphs, replays=replays), list[Row]()
     for entry in entries:
         rows.append(run_entry(entry, ceiling, timer))
         print(rows[-1].line(), flush=True)
@@ -83,15 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--op", action="append", help="only this op (repeatable)")
     parser.add_argument("--quick", action="store_true", help="only the cases that have a bar")
     parser.add_argument("--replays", type=int, default=100, help="of a case, at most")
-    parser.add_argument("--out", type=Path, help="JSON file; of a GPU under benchmarks/results")
+    parser.add_argument("--out", type=Path, help="JSON file, rewritten after every case")
     given = parser.parse_args(argv)
-    begin, out, entries = time.perf_counter(), given.out, cases()
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device here")
+    begin, out, entries = time.perf_counter(), given.out, gpu_cases()
     ops = sorted({entry.op for entry in entries})
     if given.op and not set(given.op) <= set(ops):
         parser.error(f"--op: choose from {', '.join(ops)}")
-    if out is None and torch.cuda.is_available():
-        gpu = torch.cuda.get_device_name().replace(" ", "-").lower()
-        out = RESULTS / "gpu" / f"kernels-{gpu}.json"
     wanted = [
         one for one in entries if one.op in (given.op or ops) and (one.bar or not given.quick)
     ]

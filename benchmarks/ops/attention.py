@@ -4,8 +4,7 @@
 In a model each layer reads its own cache, after a layer's weights have passed through the L2 cache.
 Here the calls of a graph cycle through caches that together are many times the L2 cache, so that
 each call reads its keys and values from memory. The queries are warm, as in a model. The rival,
-FlashAttention 3 as vLLM calls it or on a CPU vLLM's C++ kernel, computes causal attention over the
-same caches in the same order.
+FlashAttention 3 as vLLM calls it, computes causal attention over the same caches in the same order.
 """
 
 from __future__ import annotations
@@ -43,9 +42,6 @@ class Step:
     starts: Tensor
     # [R] int32, all `length`
     lengths: Tensor
-    # how the blocks of a CPU's cache are packed, and vLLM's name of it
-    layout: Any = None
-    isa: str = ""
 
 
 def flash_attention_3(
@@ -78,28 +74,6 @@ def flash_attention_3(
     )  # fmt: skip
 
 
-def vllm_on_cpu(step: Step, query: Tensor, kv_cache: Tensor) -> Callable[[], Tensor]:
-    """vLLM's C++ kernel over its packed cache."""
-    from vllm import _custom_ops as ops
-
-    (_, heads, dim), kv_heads, out = query.shape, kv_cache.shape[1], torch.empty_like(query)
-    # once per step, as above
-    plan = ops.cpu_attn_get_scheduler_metadata(
-        *(len(step.lengths), heads, kv_heads, dim, step.lengths, query.dtype, step.starts),
-        *(True, -1, step.isa, True),
-    )
-    keys, values = kv_cache.view(*kv_cache.shape[:2], -1, dim).chunk(2, 2)
-
-    def run() -> Tensor:
-        ops.cpu_attention_with_kv_cache(
-            *(query, keys, values, out, step.starts, step.lengths, dim**-0.5),
-            *(True, None, -1, step.table, 0.0, plan, None),
-        )
-        return out
-
-    return run
-
-
 def dense(query: Tensor, kv: Tensor, allowed: Tensor, dtype: torch.dtype) -> Tensor:
     """`[rows, Hq, d]` masked attention of one request over `[L, Hkv, 2d]`, all in `dtype`."""
     heads, dim = query.shape[1:]
@@ -121,10 +95,7 @@ def check_attention(
     context, pages = step.length - step.rows, -(-step.length // kv_cache.shape[2])
     exact = torch.float64 if query.dtype == torch.float32 else torch.float32
     for r, tail in enumerate(tails):
-        kv = kv_cache[step.table[r, :pages].long()]
-        if step.layout is not None:
-            kv = kv.flatten(2)[:, :, step.layout.offsets.long()]
-        kv = kv.transpose(1, 2).flatten(0, 1)[: step.length]
+        kv = kv_cache[step.table[r, :pages].long()].transpose(1, 2).flatten(0, 1)[: step.length]
         allowed = torch.cat([tail.new_ones(step.rows, context), tail], dim=1).to(query.device)
         mine = slice(r * step.rows, (r + 1) * step.rows)
         truth = dense(query[mine], kv, allowed, exact)
@@ -169,19 +140,8 @@ def rival_of(name: str, attend: Any, step: Step, query: Tensor, caches: list[Ten
     return Rival(name, build)
 
 
-def attention_case(
-    model: Model,
-    reqs: int,
-    nodes: int,
-    context: int,
-    device: str,
-    layout: Any = None,
-    isa: str = "",
-) -> Case:
-    """Trees of `nodes` nodes over `context` cached rows.
-
-    layout, isa: see `Step`.
-    """
+def attention_case(model: Model, reqs: int, nodes: int, context: int, device: str) -> Case:
+    """Trees of `nodes` nodes over `context` cached rows."""
     rows, dim = nodes + 1, model.head_dim
     length = context + rows
     pages = -(-length // model.page)
@@ -193,8 +153,6 @@ def attention_case(
     caches = [
         torch.randn(shape, device=device, dtype=model.dtype).transpose(1, 2) for _ in range(count)
     ]
-    if layout is not None:
-        caches = [kv_cache.contiguous() for kv_cache in caches]
     query = torch.randn(reqs * rows, model.heads, dim, device=device, dtype=model.dtype)
     out = torch.full(query.shape, POISON, device=device, dtype=model.dtype)
     starts = torch.arange(reqs + 1, dtype=torch.int32, device=device) * rows
@@ -206,14 +164,14 @@ def attention_case(
         sizes = model.heads, model.kv_heads, dim, model.dtype, reqs * rows, reqs, device
         workspaces = {0: TreeAttentionWorkspace(*sizes)}
         workspaces[0].plan(starts, lengths)  # once per step, so not part of a layer's time
-    step = Step(rows, length, table, starts, lengths, layout, isa)
+    step = Step(rows, length, table, starts, lengths)
     slots = torch.arange(reqs, device=device)
     trees = AttentionStep(
         table, starts, lengths, tails, slots, bits.to(device), workspaces=workspaces
     )
 
     def attend(kv_cache: Tensor) -> None:
-        AttentionLayer(kv_cache, dim**-0.5, layout=layout)(trees, query, out)
+        AttentionLayer(kv_cache, dim**-0.5)(trees, query, out)
 
     def check() -> None:
         for kv_cache in (caches[0], caches[-1]):
@@ -221,14 +179,15 @@ def attention_case(
             attend(kv_cache)
             check_attention("tree_attention", out, step, query, kv_cache, sees)
 
-    if device != "cpu":
-        others = {name: partial(flash_attention_3, splits) for name, splits in _SPLITS.items()}
-    else:
-        others = {"vLLM's C++": vllm_on_cpu} if isa else {}
+    others = {name: partial(flash_attention_3, splits) for name, splits in _SPLITS.items()}
     return Case(
         check=check,
         calls=in_turn([partial(attend, kv_cache) for kv_cache in caches], model.least_calls),
         bytes_moved=bytes_read + query.nbytes + out.nbytes,
         memory=f"cold: {count} caches of {bytes_read / 1e6:.0f} MB in turn",
-        rivals=[rival_of(name, other, step, query, caches) for name, other in others.items()],
+        rivals=[
+            rival_of(name, other, step, query, caches)
+            for name, other in others.items()
+            if device != "cpu"
+        ],
     )

@@ -46,14 +46,3 @@ SMALL = Model(
     "small", 2, 4, 2, 16, 40, 257, 4, (4, 8), 8, torch.float16,
     nodes=(9,), reqs=(1, 3), contexts=(40,), least_calls=2,
 )  # fmt: skip
-# On a CPU: the pair in `benchmarks/tiny`, and Qwen3-0.6B.
-ON_CPU = (
-    Model(
-        "tiny", 6, 6, 2, 32, 192, 1024, 15, (16,), 128, torch.float32,
-        nodes=(63,), reqs=(1,), contexts=(1024,),
-    ),
-    Model(
-        "0.6B", 28, 16, 8, 128, 1024, 151936, 15, (16,), 128, torch.bfloat16,
-        nodes=(63,), reqs=(1,), contexts=(1024, 4096),
-    ),
-)  # fmt: skip

@@ -137,11 +137,8 @@ def step_case(
     return Case(partial(step.check, *names), [partial(step.run, *names)] * model.repeats)
 
 
-def compact_case(model: Model, reqs: int, layout: Any, device: str) -> Case:
-    """A path of 9 tokens, 8 of which move, in the caches of all layers.
-
-    layout: how a CPU's cache is packed, see `KVLayout`.
-    """
+def compact_case(model: Model, reqs: int, device: str) -> Case:
+    """A path of 9 tokens, 8 of which move, in the caches of all layers."""
     rows, moves = min(64, 4 * model.depth) + 1, min(8, model.depth)
     width = 2 * model.head_dim
     bytes_moved = 2 * reqs * moves * model.layers * model.kv_heads * width * model.dtype.itemsize
@@ -153,9 +150,7 @@ def compact_case(model: Model, reqs: int, layout: Any, device: str) -> Case:
         torch.randint(-99, 99, shape, device=device).to(model.dtype).transpose(1, 2)
         for _ in range(model.layers)
     ]
-    if layout is not None:
-        caches = [cache.contiguous() for cache in caches]
-    compactor = KVCompactor(caches, [0] * len(caches), [layout] * len(caches))
+    compactor = KVCompactor(caches, [0] * len(caches), [None] * len(caches))
     starts = torch.arange(reqs + 1, dtype=torch.int32, device=device) * rows
     path = torch.full((reqs, model.depth + 1), -1, dtype=torch.int32, device=device)
     path[:, : moves + 1] = 2 * torch.arange(moves + 1, device=device)
@@ -163,8 +158,6 @@ def compact_case(model: Model, reqs: int, layout: Any, device: str) -> Case:
     steps = [(s[None], starts, starts, path) for s in slots.view(variants, -1)]
 
     def rows_of(cache: Tensor) -> Tensor:  # [slots, Hkv, 2d], a copy
-        if layout is not None:
-            cache = cache.flatten(2)[:, :, layout.offsets.long()]
         return cache.transpose(1, 2).flatten(0, 1).clone()
 
     def check() -> None:
@@ -181,7 +174,7 @@ def compact_case(model: Model, reqs: int, layout: Any, device: str) -> Case:
     return Case(check, calls, bytes_moved, memory)
 
 
-def step_cases(model: Model, device: str, layout: Any = None) -> list[Entry]:
+def step_cases(model: Model, device: str) -> list[Entry]:
     """The draft stage at all sizes, and each op of a step at the first."""
     found, first = [], (model.nodes[0], model.top_ks[0])
     for reqs in model.reqs:
@@ -197,6 +190,6 @@ def step_cases(model: Model, device: str, layout: Any = None) -> list[Entry]:
                 found.append(Entry(name, text, make, Bar(US, limit) if limit and alone else None))
         bar = Bar(US, _COMPACT_US) if alone else Bar(OF_COPY, _COMPACT_OF_COPY)
         text = f"{model.name} compact {model.layers} layers, R={reqs}"
-        make = partial(compact_case, model, reqs, layout, device)
+        make = partial(compact_case, model, reqs, device)
         found.append(Entry("compact", text, make, bar))
     return found

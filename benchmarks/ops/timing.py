@@ -29,8 +29,6 @@ _MEASURED_S = 1.0
 _LEAST_REPLAYS = 10
 # How long the device is kept busy while its clock is read.
 _CLOCK_READ_S = 0.03
-# Turns of a CPU that compile and allocate.
-_FIRST_TURNS = 3
 US, OF_COPY, FA3 = "us", "of copy", "x FlashAttention 3"
 
 
@@ -171,17 +169,6 @@ def _time_graph(calls: Sequence[Call], replays: int) -> Timing:
     mhz = sm_clock()
     torch.cuda.synchronize()
     return quantiles([1e3 * a.elapsed_time(b) / len(calls) for a, b in events], mhz)
-
-
-def time_on_host(groups: Sequence[Sequence[Call]], replays: int) -> list[Timing]:
-    """Time single calls of all groups in turn, by the host's clock."""
-    samples: list[list[float]] = [[] for _ in groups]
-    for turn in range(replays + _FIRST_TURNS):
-        for calls, own in zip(groups, samples, strict=True):
-            begin = time.perf_counter()
-            calls[turn % len(calls)]()
-            own.append(1e6 * (time.perf_counter() - begin))
-    return [quantiles(own[_FIRST_TURNS:]) for own in samples]
 
 
 def copy_speed(replays: int, size: int = 2**30) -> float:
