@@ -6,7 +6,8 @@
     python -m benchmarks.compare ../older                # 20 minutes on two cores
 
 Of every pair and drafter in `SET_UPS` three engines take turns (`benchmarks.e2e`): plain decoding,
-this checkout's and the other one's. Ratios are of tokens per second, prompts included with more
-than one request at a time. What a commit measures at its first start belongs to its caches, so make
-the first call on an idle machine, too.
+this checkout's and the other one's. Then all start again in the reversed order, because an engine's
+place in that order matters; the geometric mean of both ratios counts. Ratios are of tokens per
+second, prompts included with more than one request at a time. What a commit measures at its first
+start belongs to its caches, so make the first call on an idle machine, too.
 """

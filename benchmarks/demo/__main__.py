@@ -27,7 +27,7 @@ from benchmarks.demo.pages import (
 from benchmarks.e2e.methods import Target, method_of
 from benchmarks.harness.driver import Response, start_driver
 from benchmarks.harness.engine import Engine, Request
-from benchmarks.harness.process import begun, wait_until_started
+from benchmarks.harness.process import begun
 from benchmarks.progress import Progress
 from benchmarks.prompts import Prompt, load_prompts
 from benchmarks.smollm2.install import pair as real_pair
@@ -133,11 +133,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # while it starts, so nothing else runs then.
         for names in (("plain", "dflash"), ("bastion",)):
             progress = Progress(" and ".join(names))
-            started = {
-                name: stack.enter_context(begun(start_driver, engines[name])) for name in names
-            }
+            started = {name: stack.enter_context(begun(engines[name])) for name in names}
+            for name, process in started.items():
+                process.answer(progress)
+                process.start(start_driver, engines[name])
             for process in started.values():
-                wait_until_started(process, progress)
+                process.answer(progress)
             progress.done(f"started in {progress.seconds:.0f} s")
             for name, process in started.items():
                 warm_up = replace(requests[0], max_tokens=_WARM_UP_TOKENS, params={})

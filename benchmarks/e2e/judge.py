@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from benchmarks.e2e.store import Round, Store
 from benchmarks.harness.engine import Engine
-from benchmarks.harness.process import begun, wait_until_started
+from benchmarks.harness.process import begun
 
 # Of log-probabilities, as in the end-to-end tests: bfloat16's, and float32's.
 BOUND, FLOAT32_BOUND = 0.25, 1e-4
@@ -64,8 +64,11 @@ def judge(
     if not open_ones:
         return
     bound = FLOAT32_BOUND if dtype == "float32" else BOUND
-    with begun(Scorer, replace(engine, speculative=None, max_num_seqs=1)) as process:
-        wait_until_started(process)
+    engine = replace(engine, speculative=None, max_num_seqs=1)
+    with begun(engine) as process:
+        process.answer()
+        process.start(Scorer, engine)
+        process.answer()
         for method, this, name, at, token in tqdm(open_ones, desc="near-ties", disable=None):
             prompt, reply = prompt_and_reply(this, name)
             tokens = [[*reply, None][at], token]

@@ -81,6 +81,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--concurrency", nargs="+", type=int, default=[1])
     add("--round", type=int, help="prompts of a round (default: 4 times the concurrency)")
     add("--passes", type=int, default=1, help="over all prompts")
+    add("--starts", type=int, default=1, help="of all engines, each with --passes")
     add("--seconds", type=float, default=math.inf, help="at most, of a set at a concurrency")
     add("--kinds", nargs="+", default=[], choices=KINDS, help="what requests ask for; sets of each")
     add("--alive", type=int, help="engines side by side (default: a CPU's memory full; GPU: 1)")
@@ -130,7 +131,8 @@ def run(given: argparse.Namespace, argv: Sequence[str], *, judged: bool = True) 
 
     plan = Plan(
         methods, prompts, given.temperatures, given.concurrency, given.tokens, given.seed,
-        given.ignore_eos, given.round, given.passes, alive, seconds=given.seconds,
+        given.ignore_eos, given.round, given.passes, given.starts, alive,
+        seconds=given.seconds,
     )  # fmt: skip
     source = provenance(without_folders(argv)) | {"device": device_name(cpu)}
     header = {"provenance": source, "name": given.pair or Path(what.target).name}

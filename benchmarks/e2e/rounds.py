@@ -24,7 +24,7 @@ from benchmarks.e2e.methods import PLAIN, REFERENCE, Method, groups, reference_o
 from benchmarks.e2e.store import Round, Row, Store
 from benchmarks.harness.driver import Response, start_driver
 from benchmarks.harness.engine import Engine, Request
-from benchmarks.harness.process import EngineError, EngineProcess, begun, wait_until_started
+from benchmarks.harness.process import EngineError, EngineProcess, begun
 from benchmarks.harness.steps import first_difference
 from benchmarks.prompts import Prompt
 from benchmarks.provenance import FOLDER
@@ -41,6 +41,8 @@ class Plan:
         prompts: all sets' prompts; a prompt's seed is `seed` plus its number in its set.
         size: prompts of a round with a concurrency above 1; with 1 it has one.
         passes: how often all rounds are decoded.
+        starts: how often that is done with new engines, in the reversed order each time: of
+            engines with the same code those that start later can be faster by a tenth.
         alive: engines that live side by side; 1: one after another.
         turn_s: seconds of a turn. A host's speed changes within tens of seconds.
         seconds: no further round of a set at a concurrency begins after so long.
@@ -55,18 +57,21 @@ class Plan:
     ignore_eos: bool = False
     size: int | None = None
     passes: int = 1
+    starts: int = 1
     alive: int = 1
     turn_s: float = 1.0
     seconds: float = math.inf
 
-    def rounds(self, concurrency: int) -> Iterator[tuple[Round, list[tuple[int, Prompt]]]]:
-        """Each round, and its prompts by their numbers in their sets."""
+    def rounds(
+        self, concurrency: int, start: int
+    ) -> Iterator[tuple[Round, list[tuple[int, Prompt]]]]:
+        """Each round of a start, and its prompts by their numbers in their sets."""
         by_set: dict[str, list[Prompt]] = {}
         for prompt in self.prompts:
             by_set.setdefault(prompt.set, []).append(prompt)
         size = 1 if concurrency == 1 else self.size or 4 * concurrency
         for temperature in self.temperatures:
-            for number in range(self.passes):
+            for number in range(start * self.passes, (start + 1) * self.passes):
                 for name, prompts in by_set.items():
                     numbered = list(enumerate(prompts))
                     count = math.ceil(len(prompts) / size)
@@ -98,24 +103,24 @@ class Runner:
             # An engine serves all concurrencies in turn, or each has its own.
             for own in [levels] if self._plan.alive > 1 else [[one] for one in levels]:
                 for group in groups(list(self._plan.methods), self._plan.alive):
-                    self._run_group(group, own)
+                    for start in range(self._plan.starts):
+                        self._run_group(group, own, start)
 
-    def _run_group(self, group: Sequence[str], levels: Sequence[int]) -> None:
-        rounds = [one for level in levels for one in self._plan.rounds(level)]
+    def _run_group(self, group: Sequence[str], levels: Sequence[int], start: int) -> None:
+        rounds = [one for level in levels for one in self._plan.rounds(level, start)]
         missing = {
             name: [r for r, _ in rounds if (r, name) not in self._rows] for name in group
         }  # fmt: skip
         wanted = [name for name in group if missing[name]]
         if wanted and len(group) > 1 and PLAIN not in wanted:
             wanted.append(PLAIN)
-        self._group, self._warm = uuid.uuid4().hex[:12], set[tuple[str, float]]()
+        self._group, self._warm = uuid.uuid4().hex[:12], set[tuple[str, float, int]]()
         with ExitStack() as stack:
-            alive: dict[str, EngineProcess] = {}
             # Plain decoding last: it is not needed where none of the others starts.
-            for name in sorted(wanted, key=lambda name: name == PLAIN):
-                if name == PLAIN and not alive and len(group) > 1:
-                    return
-                self._start(name, max(levels), alive, stack, len(group) > 1)
+            wanted.sort(key=lambda name: name == PLAIN)
+            alive = self._start(wanted[:: -1 if start % 2 else 1], max(levels), stack)
+            if len(group) > 1 and list(alive) == [PLAIN]:
+                return
             spent = Counter[tuple[int, str]]()
             for number, (this, prompts) in enumerate(rounds):
                 situation, begin = (this.concurrency, this.set), time.monotonic()
@@ -129,22 +134,29 @@ class Runner:
                 spent[situation] += time.monotonic() - begin
                 self._bar.update()
 
-    def _start(
-        self, name: str, most: int, alive: dict[str, EngineProcess], stack: ExitStack, paired: bool
-    ) -> None:
-        """One at a time: an engine may time its steps while it starts."""
-        self._bar.set_description(f"{name}, concurrency {most}, starting")
-        try:
+    def _start(self, names: Sequence[str], most: int, stack: ExitStack) -> dict[str, EngineProcess]:
+        """Import side by side, then start one at a time: an engine may time its steps meanwhile."""
+        alive, begins = {}, {}
+        for name in names:
             engine = self._engine(self._plan.methods[name], most)
-            process = stack.enter_context(begun(start_driver, engine))
-            seconds = wait_until_started(process)
-        except EngineError as error:
-            self._gap(name, most, error)
-        else:
-            alive[name] = process
-            self._store.append({"kind": "start", "method": name, "seconds": seconds})
-            if paired:
-                process.pause()
+            begins[name] = engine, stack.enter_context(begun(engine))
+        for step in ("importing", "starting"):
+            for name, (engine, process) in list(begins.items()):
+                self._bar.set_description(f"{name}, concurrency {most}, {step}")
+                try:
+                    if step == "starting":
+                        process.start(start_driver, engine)
+                    seconds = process.answer()
+                except EngineError as error:
+                    self._gap(name, most, error)
+                    del begins[name]
+                    continue
+                if step == "starting":
+                    alive[name] = process
+                    self._store.append({"kind": "start", "method": name, "seconds": seconds})
+                    if len(names) > 1:
+                        process.pause()
+        return alive
 
     def _round(
         self,
@@ -187,8 +199,9 @@ class Runner:
             self._store.append(*rows)
 
     def _warm_up(self, name: str, this: Round, process: EngineProcess, first: Request) -> None:
-        if (name, this.temperature) not in self._warm:
-            self._warm.add((name, this.temperature))
+        situation = name, this.temperature, this.concurrency
+        if situation not in self._warm:
+            self._warm.add(situation)
             prompt = first.prompt[:_WARM_UP_PROMPT]
             request = Request("warm-up", prompt, _WARM_UP_TOKENS, this.temperature, 0)
             process.call("drive", [request] * this.concurrency, this.concurrency)

@@ -249,28 +249,15 @@ class EngineProcess:
 
 
 @contextmanager
-def begun(
-    factory: Callable[[Engine], Any], engine: Engine, imports: Sequence[str] = IMPORTS
-) -> Iterator[EngineProcess]:
-    """A process that is building `factory(engine)`, so that several can start side by side."""
+def begun(engine: Engine) -> Iterator[EngineProcess]:
+    """A process that imports what an engine needs, side by side with others. Answer: None."""
     with tempfile.TemporaryDirectory(prefix="bastion-") as folder:
         log = Path(folder) / "engine.log"
-        process = EngineProcess(log, engine.environment, imports, paths=engine.paths())
+        process = EngineProcess(log, engine.environment, IMPORTS, paths=engine.paths())
         try:
-            process.start(factory, engine)
             yield process
         finally:
             process.close()
-
-
-def wait_until_started(process: EngineProcess, progress: Callable[[str], None] = ignore) -> float:
-    """Wait for what `begun` began. Returns the seconds of the start, without its imports.
-
-    Raises EngineError: the engine does not start.
-    """
-    process.answer(progress)  # its imports
-    seconds: float = process.answer(progress)
-    return seconds
 
 
 def _serve(connection: Connection, log: str, imports: Sequence[str], paths: Sequence[Path]) -> None:

@@ -22,7 +22,7 @@ from benchmarks.chat import Renderer
 from benchmarks.e2e.methods import Target, drafts_of, method_of
 from benchmarks.harness.driver import start_driver
 from benchmarks.harness.engine import Engine, Request
-from benchmarks.harness.process import begun, wait_until_started
+from benchmarks.harness.process import begun
 from benchmarks.pairs import pair_dtype, pair_folder
 from benchmarks.progress import Progress
 from benchmarks.prompts import load_jsonl
@@ -35,8 +35,10 @@ _BATCH, _LENGTH = 4, 1024
 def record(engine: Engine, asked: dict[str, tuple[str, Request]], steps: int) -> Recording:
     """The drafts at every position of requests, which are named with their domains."""
     progress = Progress("recording")
-    with begun(start_driver, engine) as process:
-        wait_until_started(process, progress)
+    with begun(engine) as process:
+        process.answer(progress)
+        process.start(start_driver, engine)
+        process.answer(progress)
         process.call("drive", [request for _, request in asked.values()], _BATCH)
         responses = process.answer(progress)
         process.call("probed")

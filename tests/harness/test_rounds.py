@@ -42,10 +42,8 @@ class _Host:
         self.started: list[tuple[str, int]] = []
 
     @contextmanager
-    def begun(self, engine: tuple[Method, int], _: object) -> Iterator[_Process]:
-        name = engine[0].name
-        self.started.append((name, engine[1]))
-        yield _Process(name, self)
+    def begun(self, engine: tuple[Method, int]) -> Iterator[_Process]:
+        yield _Process(engine[0].name, self)
 
 
 class _Process:
@@ -53,7 +51,12 @@ class _Process:
 
     def __init__(self, name: str, host: _Host) -> None:
         self.name, self._host = name, host
-        host.awake.add(name)
+        self._requests: list[Request] = []
+
+    def start(self, _: object, engine: tuple[Method, int]) -> None:
+        assert not self._host.awake, "another engine runs"
+        self._host.awake.add(self.name)
+        self._host.started.append((self.name, engine[1]))
 
     def pause(self) -> None:
         self._host.awake.remove(self.name)
@@ -69,14 +72,14 @@ class _Process:
         self._requests, self._size = requests, 2 if self._has_turns else len(requests)
 
     def answer(self) -> None:
-        assert {one.name for one in self._requests} == {"warm-up"}
+        assert {one.name for one in self._requests} <= {"warm-up"}
 
     def turn(self, items: Callable[[Response], None]) -> bool:
         assert self._host.awake == {self.name} or not self._has_turns
         self._host.decoded.append(self.name)
         now, self._requests = self._requests[: self._size], self._requests[self._size :]
         for one in now:
-            items(Response(one.name, [7, 8], 3, 0.0, 0.1, 0.2, 1, 1, 1))
+            items(Response(one.name, [7, 8], [1, 2, 3], 0.0, 0.1, 0.2, 1, 1, 1))
         return not self._requests
 
     def next_turn(self) -> None:
@@ -87,7 +90,6 @@ class _Process:
 def host(monkeypatch: pytest.MonkeyPatch) -> _Host:
     host = _Host()
     monkeypatch.setattr(rounds, "begun", host.begun)
-    monkeypatch.setattr(rounds, "wait_until_started", lambda process: None)
     return host
 
 

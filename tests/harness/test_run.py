@@ -78,7 +78,7 @@ def test_near_ties_are_judged_by_gaps_that_transformers_computes_too(tmp_path: P
 
     from benchmarks.e2e.judge import Scorer
     from benchmarks.e2e.methods import Target, method_of
-    from benchmarks.harness.process import begun, wait_until_started
+    from benchmarks.harness.process import begun
 
     settings = {"max_model_len": 256, "max_num_seqs": 1, "dtype": "float32", "eager": True}
     engine = method_of("plain", Target("")).engine(str(TINY / "target"), cpu=True, **settings)
@@ -86,8 +86,10 @@ def test_near_ties_are_judged_by_gaps_that_transformers_computes_too(tmp_path: P
     model = AutoModelForCausalLM.from_pretrained(TINY / "target", dtype=torch.float32)
     with torch.inference_mode():
         best = model(torch.tensor([ids])).logits[0, -1].topk(3)
-    with begun(Scorer, engine) as process:
-        wait_until_started(process)
+    with begun(engine) as process:
+        process.answer()
+        process.start(Scorer, engine)
+        process.answer()
         process.call("gaps", ids, [*best.indices.tolist(), 1])  # the mask token is never likely
         gaps = process.answer()
     wanted = (best.values[0] - best.values).tolist()
