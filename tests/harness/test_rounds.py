@@ -43,7 +43,9 @@ class _Host:
 
     @contextmanager
     def begun(self, engine: tuple[Method, int]) -> Iterator[_Process]:
-        yield _Process(engine[0].name, self)
+        process = _Process(engine[0].name, self)
+        yield process
+        self.awake.discard(process.name)
 
 
 class _Process:
