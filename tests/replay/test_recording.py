@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recordings, and what is counted of an engine's steps and written for another one."""
+"""Recordings, costs from files, and the length that a chain would have had."""
 
 from __future__ import annotations
 
@@ -12,39 +12,7 @@ import pytest
 from benchmarks import RESULTS
 from benchmarks.probes import SeenTree
 from benchmarks.replay.costs import from_profile, paper_a100
-from benchmarks.replay.recording import (
-    Drafted,
-    Emitted,
-    Recording,
-    load_recording,
-    recording_of,
-    save_recording,
-)
-
-
-def test_drafts_come_in_any_order_and_those_that_cannot_be_replayed_are_dropped(
-    tmp_path: Path,
-) -> None:
-    requests = [
-        Emitted("a", "d", 0, range(10), [9, 8, 7, 6, 151935, 4]),
-        Emitted("b", "d", 0, range(10, 20), [0, 1, 2, 3, 4]),
-    ]
-    drafts = [
-        Drafted(name, position, [[151935], [6]], [[-0.1], [-0.2]])
-        for name, position in (("b", 2), ("a", 3), ("unfinished", 1), ("a", 1), ("a", 4))
-    ]
-    made = recording_of({"seed": 1}, requests, drafts)
-    save_recording(made, tmp_path / "r.npz")
-    recording = load_recording(tmp_path / "r.npz")
-    for name in Recording.__dataclass_fields__:
-        np.testing.assert_array_equal(getattr(recording, name), getattr(made, name), name)
-    assert recording.request_ids == ["a", "b"]
-    # Position 4 of "a" has two tokens left: two depths and the bonus need three.
-    steps = list(zip(recording.step_requests, recording.step_positions, strict=True))
-    assert steps == [(0, 1), (0, 3), (1, 2)]
-    assert recording.topk_tokens[:, 0, 0].tolist() == [151935] * 3
-    assert recording.context_lens.tolist() == [10, 12, 11]
-    assert recording.prompts.tolist() == list(range(20))
+from benchmarks.replay.recording import load_recording
 
 
 @pytest.mark.parametrize(
@@ -84,3 +52,17 @@ def test_another_file_is_refused_by_name(tmp_path: Path) -> None:
         (tmp_path / "costs.json").write_text(text)
         with pytest.raises(ValueError, match=r"costs\.json"):
             from_profile(tmp_path / "costs.json", 8)
+
+
+def test_every_position_of_a_recording_has_a_step_and_what_follows_it() -> None:
+    for path in (RESULTS / "recordings").glob("*.npz"):
+        found = load_recording(path)
+        for request in range(len(found.request_ids)):
+            own = found.step_positions[found.step_requests == request]
+            assert own.tolist() == list(range(1, len(own) + 1)), path
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "old.npz", version=np.int32(1))
+    with pytest.raises(ValueError, match="no recording of format 2"):
+        load_recording(tmp_path / "old.npz")
