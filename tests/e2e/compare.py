@@ -22,7 +22,6 @@ import torch
 
 from tests.e2e.engines import ON_GPU, Batch, Engine, Runner
 from tests.e2e.report import Row, Tally
-from tests.soak.judge import scores
 
 NEAR_TIE_BF16 = 0.25
 NEAR_TIE = NEAR_TIE_BF16 if ON_GPU else 1e-4
@@ -163,10 +162,35 @@ class Comparison(Runner):
         result = self.run(asked, [batch], **spec_keys)["batches"][0]["requests"]["gap"]
         values = result["logprobs"][0]
         logits = torch.tensor([values[str(token)] for token in range(len(values))])
-        names = ("temperature", "top_k", "top_p", "seed")
-        params = {key: request["params"][key] for key in names if key in request["params"]}
-        best = scores(logits, prompt, made, 0, {"temperature": 1.0, **params}).topk(2).values
+        position = len(prompt) + len(made) - 1
+        best = _scores(logits, made, position, request["params"]).topk(2).values
         return float(best[0] - best[1])
+
+
+def _scores(
+    logits: torch.Tensor, made: list[int], position: int, params: dict[str, Any]
+) -> torch.Tensor:
+    """What vLLM takes the maximum of, [V]: after penalties, temperature, filters and noise."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    from vllm_bastion.cpu.noise import gumbel_row
+
+    vocab = len(logits)
+    for token, bias in (params.get("logit_bias") or {}).items():
+        logits[int(token)] += bias
+    counts = torch.bincount(torch.tensor(made, dtype=torch.int64), minlength=vocab)
+    logits = logits - params.get("frequency_penalty", 0.0) * counts
+    logits = logits - params.get("presence_penalty", 0.0) * (counts > 0)
+    temperature = params.get("temperature", 1.0)
+    if temperature == 0:
+        return logits
+    logits = logits / temperature
+    probs = logits.softmax(0)
+    logits = logits.masked_fill(probs < params.get("min_p", 0.0) * probs.max(), -torch.inf)
+    top_k = torch.tensor([params["top_k"]]) if "top_k" in params else None
+    top_p = torch.tensor([params["top_p"]]) if "top_p" in params else None
+    logits = apply_top_k_top_p_pytorch(logits[None], top_k, top_p, allow_cpu_sync=True)[0]
+    return logits + torch.from_numpy(gumbel_row(params["seed"], position, vocab))
 
 
 def _rest_differs(left: dict[str, Any], right: dict[str, Any]) -> str | None:

