@@ -18,6 +18,7 @@ from tests.e2e.engines import DRAFTER, GAMMA, ON_GPU, Engine, Runner
 from tests.e2e.server import values
 from tests.e2e.test_serving import SPECULATIVE, Server, serving
 from vllm_bastion.config import NGRAM_DEPTH
+from vllm_bastion.page import snapshot
 
 pytestmark = [pytest.mark.e2e]
 
@@ -120,6 +121,8 @@ def test_the_servers_metrics_are_whole(
             tokens = values(text, "bastion_request_steps_total") + accepted
             assert values(text, "generation_tokens_total") == tokens
             assert values(text, "bastion_steps_total", kind="tree") > 0
+            found = snapshot(text)
+            assert (found["trees"], found["nodes"]) == (trees, drafted)
             own = [line for line in text.splitlines() if line.startswith("vllm:bastion_")]
             assert all('engine="0"' in line and "model_name=" in line for line in own)
         # vLLM logs statistics once a second here, and with several API servers never.

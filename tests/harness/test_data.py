@@ -13,45 +13,6 @@ from benchmarks.e2e.data import LONG, SETS, SHORT, load_set
 from benchmarks.prompts import DataError, load_jsonl
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-LONGBENCH = {"length": 9, "all_classes": None, "language": "en", "_id": "a1", "answers": ["x"]}
-# A row as the set has it, and the prompt that the paper makes of it.
-ROWS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "gsm8k": (
-        {"question": "2 apples, {3} pears?", "answer": "#### 5"},
-        ["2 apples, {3} pears?" + BOXED],
-    ),
-    "math500": (
-        {"problem": "$1+1$", "solution": "2", "answer": "2", "subject": "a", "level": 1},
-        ["$1+1$" + BOXED],
-    ),
-    "aime25": ({"problem": "Find n.", "answer": "7", "id": "0"}, ["Find n." + BOXED]),
-    "humaneval": (
-        {"task_id": "HumanEval/0", "prompt": "def f():\n", "canonical_solution": "", "test": ""},
-        [
-            "Write a solution to the following problem and make sure that it passes the tests:\n"
-            "```python\ndef f():\n\n```"
-        ],
-    ),
-    "mbpp": (
-        {"task_id": 1, "prompt": "Write f.", "code": "", "test_list": ["assert f()"]},
-        ["Write f."],
-    ),
-    "mt-bench": (
-        {"prompt": ["First?", "And then?"], "reference": [], "category": "a", "prompt_id": 1},
-        ["First?", "And then?"],
-    ),
-    "alpaca": (
-        {"instruction": "Add.", "input": "1, 2", "output": "3", "text": ""},
-        ["Add.\n\nInput:\n1, 2"],
-    ),
-    **{
-        name: (
-            {"context": "Far.", "input": "Near?", "dataset": name, **LONGBENCH},
-            ["Far.\n\nNear?"],
-        )
-        for name in LONG
-    },
-}
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -67,35 +28,11 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "EXTRACTED_DATASETS_PATH", tmp_path / "extracted")
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_a_row_becomes_the_papers_prompt(name: str, tmp_path: Path) -> None:
-    row, turns = ROWS[name]
-    (prompt,) = load_set(name, local=write(tmp_path / "rows.jsonl", [row]))
-    assert prompt.turns == tuple(turns) and (prompt.set, prompt.id) == (name, f"{name}-0")
-
-
-def test_livecodebench_asks_for_code_alone_in_the_form_of_its_starter(tmp_path: Path) -> None:
-    rows = [
-        {"question_content": "Sum.", "starter_code": "class S:", "question_id": "1"},
-        {"question_content": "Sum.", "starter_code": "", "question_id": "2"},
-    ]
-    with_starter, without = load_set(
-        "livecodebench", local=write(tmp_path / "a.jsonl", rows[:1])
-    ) + (load_set("livecodebench", local=write(tmp_path / "b.jsonl", rows[1:])))
-    assert "anything except for the program\n\n### Question:\nSum.\n\n" in with_starter.turns[0]
-    assert (
-        "### Format: Use the following code structure:\n```python\nclass S:\n```"
-        in (with_starter.turns[0])
-    )
-    assert (
-        "following format:\n```python\n# YOUR CODE HERE\n```\n\n### Answer: (use the"
-        in (without.turns[0])
-    )
-
-
-def test_an_alpaca_row_without_input_is_its_instruction(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", [{"instruction": "Sing.", "input": "", "output": "la"}])
-    assert load_set("alpaca", local=path)[0].turns == ("Sing.",)
+def test_a_row_becomes_a_prompt(tmp_path: Path) -> None:
+    rows = [{"instruction": "Sing.", "input": given, "output": "la"} for given in ("", "C")]
+    found = load_set("alpaca", local=write(tmp_path / "rows.jsonl", rows))
+    assert {one.turns for one in found} == {("Sing.",), ("Sing.\n\nInput:\nC",)}
+    assert {one.id for one in found} == {"alpaca-0", "alpaca-1"}
 
 
 def test_samples_are_the_papers_number_shuffled_by_the_seed(tmp_path: Path) -> None:

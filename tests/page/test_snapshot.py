@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +22,7 @@ from tests.telemetry.registries import registered
 from vllm_bastion.page import html, make_server, snapshot
 from vllm_bastion.telemetry.record import StepRecord, Totals
 
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 RECORDS = [
     StepRecord("tree", "fastest", 2, [8, 4], [3, 1], 5.0, 6.0, [6, 4, 2, 2, 1, 1]),
     StepRecord("plain", 'a "reason"} \\ x', 1),
@@ -67,8 +71,9 @@ def running(server: ThreadingHTTPServer) -> Iterator[str]:
     server.server_close()
 
 
-def shown(text: str | None) -> dict[str, Any]:
-    """What a page is given of a server with this text at /metrics; None without such a path."""
+@contextmanager
+def server_of(text: str | None) -> Iterator[str]:
+    """A server with this text at /metrics; None without such a path."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -81,6 +86,12 @@ def shown(text: str | None) -> dict[str, Any]:
             pass
 
     with running(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as url:
+        yield url
+
+
+def shown(text: str | None) -> dict[str, Any]:
+    """What a page is given of such a server."""
+    with server_of(text) as url:
         return data(url)
 
 
@@ -109,6 +120,17 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
             urlopen(f"{page}/metrics")
     hosts = html().replace("http://www.w3.org/2000/svg", "")
     assert "://" not in hosts and "innerHTML" not in hosts and "eval(" not in hosts
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: chromium)")
+def test_a_browser_draws_what_the_server_has() -> None:
+    with server_of(metrics("0")) as server, running(make_server(server)) as page:
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+        command = [str(CHROMIUM), *flags, "--virtual-time-budget=5000", "--dump-dom", page]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert re.search(r'data-fact="trees"[^>]*>.*?<b>2</b>', done.stdout), done.stdout
+    assert "live, " in done.stdout and "<rect" in done.stdout and "fastest" in done.stdout
+    assert "Uncaught" not in done.stderr
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "file:///etc/passwd", "http://"])
