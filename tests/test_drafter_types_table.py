@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from pkgutil import resolve_name
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,70 +15,9 @@ if not torch.cuda.is_available():
     import vllm.v1.worker.cpu.shm  # noqa: F401
 
 from helpers import engine_config, is_refused, write_checkpoint
-from vllm_bastion.checkpoints.drafter_types import (
-    DRAFTER_TYPES,
-    candidates_of,
-    drafter_type_of,
-    gamma_of,
-)
 from vllm_bastion.validate.models import DRAFTER_NAMES
 
-_SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
-# One architecture of each type -> the speculator of vLLM that ours extends
-EXTENDS = {
-    "DFlashDraftModel": f"{_SPECULATORS}.dflash.speculator:DFlashSpeculator",
-    "MuseGlimmerAssistantModel": f"{_SPECULATORS}.dflash.speculator:DFlashSpeculator",
-    "DFlash2DraftModel": f"{_SPECULATORS}.dflash2.speculator:DFlash2Speculator",
-    "LiLiCorrDraftModel": f"{_SPECULATORS}.lilicorr.speculator:LiLiCorrSpeculator",
-    "Qwen3DSparkModel": f"{_SPECULATORS}.dspark.speculator:DSparkSpeculator",
-}
-
-
-@pytest.mark.parametrize("architecture", EXTENDS)
-def test_each_kind_runs_vllms_own_speculator(architecture: str) -> None:
-    drafter_type = drafter_type_of([architecture])
-    assert drafter_type is not None
-    theirs, ours = resolve_name(EXTENDS[architecture]), resolve_name(drafter_type.speculator)
-    tree, base = (
-        resolve_name(DRAFTER_TYPES[0].speculator),
-        resolve_name(EXTENDS["DFlashDraftModel"]),
-    )
-    order = ours.__mro__
-    assert order.index(tree) < order.index(theirs) <= order.index(base)
-
-
 # --- served -----------------------------------------------------------------------------------
-
-
-def test_a_checkpoint_of_several_kinds_is_none() -> None:
-    assert drafter_type_of([]) is None
-    assert drafter_type_of(["DFlashDraftModel", "DFlash2DraftModel"]) is None
-    assert drafter_type_of(["DFlashDraftModel", "DFlashQwen3ForCausalLM"]) is DRAFTER_TYPES[0]
-
-
-def config(architecture: str, **settings: Any) -> Any:
-    return SimpleNamespace(architectures=[architecture], **settings)
-
-
-def test_the_block_holds_the_anchor_but_where_it_is_drawn_from() -> None:
-    assert gamma_of(config("DFlashDraftModel", block_size=16)) == 15
-    own = config("LiLiCorrDraftModel", block_size=16, dflash_config={"block_size": 8})
-    assert gamma_of(own) == 7
-    assert gamma_of(config("Qwen3DSparkModel", block_size=7)) == 7
-    assert gamma_of(config("Qwen3DSparkModel", block_size=8, sample_from_anchor=False)) == 7
-    for wrong in (None, True, "16"):
-        assert gamma_of(config("DFlashDraftModel", block_size=wrong)) is None
-
-
-def test_a_heads_candidates() -> None:
-    assert candidates_of(config("DFlashDraftModel", dflash_config={})) is None
-    head = config("DFlash2DraftModel", dflash_config={"selector_top_k": 4})
-    assert candidates_of(head) == 4
-    markov = "Qwen3DSparkModel"
-    assert candidates_of(config(markov, vocab_size=1024)) == 32
-    assert candidates_of(config(markov, vocab_size=1024, draft_vocab_size=20)) == 20
-    assert candidates_of(config(markov, vocab_size=1024, dspark_draft_topk=9)) == 9
-    assert candidates_of(config(markov, vocab_size=1024, dspark_draft_topk=900)) == 255
 
 
 @pytest.fixture

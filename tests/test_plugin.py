@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from vllm_bastion import compat, hooks, plugin
 from vllm_bastion.cpu.build import is_cpu_build
 from vllm_bastion.hooks.hook import EVERY_PROCESS
 from vllm_bastion.hooks.wrap import resolve
-from vllm_bastion.logger import init_logger
 
 
 def test_registering_twice_leaves_the_same_objects() -> None:
@@ -145,28 +143,3 @@ def test_the_name_vllm_leads_to_the_cpu_build() -> None:
     assert found is not None
     version, same = run_python(code).stdout.split()
     assert version == f"{found.removesuffix('+cpu')}+cpu" and same == "True"
-
-
-class _Collect(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-@pytest.mark.parametrize("module", ["vllm_bastion", "vllm_bastion.drafters.dflash"])
-def test_info_of_every_module_arrives_at_the_handler_of_vllm(module: str) -> None:
-    logger = init_logger(module)
-    assert logger.name == "vllm.bastion" + module.removeprefix("vllm_bastion")
-    vllm, handler = logging.getLogger("vllm"), _Collect()
-    level = vllm.level
-    vllm.addHandler(handler)
-    vllm.setLevel(logging.INFO)
-    try:
-        logger.info("budget %d", 7)
-    finally:
-        vllm.removeHandler(handler)
-        vllm.setLevel(level)
-    assert handler.lines == ["budget 7"]

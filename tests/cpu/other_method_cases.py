@@ -64,21 +64,16 @@ class _Verified:
             self.maxes[:, i], self.argmaxes[:, i] = block.max(dim=1)
             self.argmaxes[:, i] += 256 * i
             self.sums[:, i] = (block - self.maxes[:, i : i + 1]).exp().sum(dim=1)
-        self.draft_logits = draw.floats(SLOTS, STEPS, VOCAB)
-
-    def draft_args(self, given: bool) -> dict[str, object]:
-        """The arguments for the drafter's logits."""
-        return {
-            "draft_logits_ptr": self.draft_logits if given else None,
-            "draft_logits_stride_0": self.draft_logits.stride(0) if given else 0,
-            "draft_logits_stride_1": self.draft_logits.stride(1) if given else 0,
-            "HAS_DRAFT_LOGITS": given,
-        }
 
 
-@case(_STATS, draft=False)
-@case(f"{_STATS}/draft_logits", draft=True)
-def local_logits_stats(draw: Draw, draft: bool) -> Launch:
+NO_DRAFT_LOGITS = {
+    "draft_logits_ptr": None, "draft_logits_stride_0": 0, "draft_logits_stride_1": 0,
+    "HAS_DRAFT_LOGITS": False,
+}  # fmt: skip
+
+
+@case(_STATS)
+def local_logits_stats(draw: Draw) -> Launch:
     batch = _Verified(draw)
     out = [draw.floats(batch.rows, _BLOCKS) for _ in range(4)]
     return Launch(
@@ -87,14 +82,12 @@ def local_logits_stats(draw: Draw, draft: bool) -> Launch:
         draft_local_sumexp_ptr=out[3], target_logits_ptr=batch.logits,
         expanded_idx_mapping_ptr=batch.row_slots, expanded_local_pos_ptr=batch.positions,
         temp_ptr=batch.temperature, num_speculative_steps=STEPS, num_logits=batch.rows,
-        **batch.draft_args(draft),
+        **NO_DRAFT_LOGITS,
     )  # fmt: skip
 
 
-@case(f"{_UTILS}:_rejection_kernel", draft=False, synthetic=False)
-@case(f"{_UTILS}:_rejection_kernel/draft_logits", draft=True, synthetic=False)
-@case(f"{_UTILS}:_rejection_kernel/synthetic", draft=False, synthetic=True)
-def rejection(draw: Draw, draft: bool, synthetic: bool) -> Launch:
+@case(f"{_UTILS}:_rejection_kernel")
+def rejection(draw: Draw) -> Launch:
     batch = _Verified(draw)
     return Launch(
         (REQS,), sampled_ptr=draw.longs(-9, 0, REQS, STEPS + 1),
@@ -105,17 +98,16 @@ def rejection(draw: Draw, draft: bool, synthetic: bool) -> Launch:
         draft_local_max_ptr=batch.maxes, draft_local_sumexp_ptr=batch.sums,
         cu_num_logits_ptr=batch.starts, idx_mapping_ptr=batch.slots, temp_ptr=batch.temperature,
         seed_ptr=batch.seeds, pos_ptr=batch.pos,
-        synthetic_conditional_rates_ptr=torch.full((STEPS,), 0.7) if synthetic else None,
+        synthetic_conditional_rates_ptr=None,
         cumulative_log_p_ptr=None, local_residual_mass_ptr=None, local_residual_mass_stride=0,
         fly_entropy_ptr=None, fly_entropy_threshold=0.3, FLY_WINDOW_SIZE=0,
-        vocab_num_blocks=_BLOCKS, PADDED_VOCAB_NUM_BLOCKS=4, SYNTHETIC_MODE=synthetic,
-        USE_BLOCK_VERIFICATION=False, **batch.draft_args(draft),
+        vocab_num_blocks=_BLOCKS, PADDED_VOCAB_NUM_BLOCKS=4, SYNTHETIC_MODE=False,
+        USE_BLOCK_VERIFICATION=False, **NO_DRAFT_LOGITS,
     )  # fmt: skip
 
 
-@case(f"{_UTILS}:_resample_kernel", draft=False)
-@case(f"{_UTILS}:_resample_kernel/draft_logits", draft=True)
-def resample(draw: Draw, draft: bool) -> Launch:
+@case(f"{_UTILS}:_resample_kernel")
+def resample(draw: Draw) -> Launch:
     batch = _Verified(draw)
     return Launch(
         (REQS, _BLOCKS), resampled_local_argmax_ptr=draw.longs(-9, 0, REQS, _BLOCKS),
@@ -128,7 +120,7 @@ def resample(draw: Draw, draft: bool) -> Launch:
         pos_ptr=batch.pos, cumulative_log_p_ptr=None, contexts_ptr=None, contexts_stride=0,
         watermarking_ptr=None, watermarking_skip_mask_ptr=None, watermark_key_0=0,
         watermark_key_1=0, USE_FP64=False, USE_BLOCK_VERIFICATION=False, CONTEXT_WIDTH=1,
-        WATERMARK=False, DEDUPLICATE_CONTEXTS=False, **batch.draft_args(draft),
+        WATERMARK=False, DEDUPLICATE_CONTEXTS=False, **NO_DRAFT_LOGITS,
     )  # fmt: skip
 
 
@@ -153,10 +145,8 @@ def _candidates(draw: Draw, rows: int) -> torch.Tensor:
     return draw.floats(rows, VOCAB).argsort(-1)[:, :_K].contiguous()
 
 
-@case(f"{_DFLASH2}:_selector_walk_kernel", probabilistic=False, fp64=False)
-@case(f"{_DFLASH2}:_selector_walk_kernel/sampled", probabilistic=True, fp64=False)
-@case(f"{_DFLASH2}:_selector_walk_kernel/fp64", probabilistic=True, fp64=True)
-def walk(draw: Draw, probabilistic: bool, fp64: bool) -> Launch:
+@case(f"{_DFLASH2}:_selector_walk_kernel")
+def walk(draw: Draw) -> Launch:
     scores = draw.floats(REQS, STEPS, _K, _K)
     if draw.hostile:
         scores = (scores * 2).round()
@@ -168,7 +158,7 @@ def walk(draw: Draw, probabilistic: bool, fp64: bool) -> Launch:
         req_state_ptr=slots.to(torch.int64).repeat_interleave(STEPS),
         tokens_ptr=torch.full((REQS, STEPS), -9, dtype=torch.int64),
         realized_scores_ptr=torch.zeros(REQS, STEPS, _K), num_steps=STEPS, top_k=_K, BLOCK_K=8,
-        SAMPLE_PROBABILISTIC=probabilistic, USE_FP64=fp64,
+        SAMPLE_PROBABILISTIC=False, USE_FP64=False,
     )  # fmt: skip
 
 

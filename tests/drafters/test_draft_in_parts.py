@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.trees import grow, make_trees
-from vllm_bastion.drafters.capacity import LOGITS_CHUNK_REQS, by_parts, with_graphs
+from vllm_bastion.drafters.capacity import LOGITS_CHUNK_REQS, with_graphs
 from vllm_bastion.drafters.dflash import BastionSpeculator
 from vllm_bastion.policy.trees import Trees
 from vllm_bastion.step import Step
@@ -47,20 +47,6 @@ def test_no_more_than_64_requests_have_logits_at_once(requests: int) -> None:
     grow(whole, hidden @ weight, requests)
     for name in ("tokens", "parents", "depths", "size"):
         assert torch.equal(getattr(trees, name), getattr(whole, name)), name
-
-
-def test_parts_are_put_together_in_order() -> None:
-    hidden = torch.randn(3 * LOGITS_CHUNK_REQS, DEPTH, WIDTH)
-    seen: list[int] = []
-
-    def best(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        seen.append(len(rows))
-        values, indices = rows.topk(2)
-        return values, indices
-
-    found, expected = by_parts(best, hidden, len(hidden)), hidden.topk(2)
-    assert seen == [LOGITS_CHUNK_REQS] * 3
-    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
 @pytest.mark.parametrize("rows", [4, 8, 16])

@@ -17,11 +17,6 @@ from vllm_bastion.scheduler.gate import Arm, Gate
 DRAFTED, PLAIN, NGRAM = 5, 70, 12
 
 
-def trees() -> None:
-    """Let the gate choose trees in every step."""
-    _choose([Arm.TREE])
-
-
 def in_turns() -> None:
     """Let the gate choose trees and plain steps in turns, whatever they are worth."""
     _choose([Arm.TREE] * DRAFTED + [Arm.PLAIN] * PLAIN)
@@ -84,14 +79,3 @@ def context(session: Any) -> list[dict[str, Any]]:
             }
         )
     return out
-
-
-def drafts(session: Any) -> list[dict[str, Any]]:
-    """Whether the step drafted, and what remains to requests that have begun."""
-    running = [one for one in session.scheduler.running if one.num_output_tokens]
-    return [
-        {
-            "drafted": session.runner.speculator.runtime.step.drafts,
-            "remaining": [one.max_tokens - one.num_output_tokens for one in running],
-        }
-    ]

@@ -106,24 +106,6 @@ def test_no_request_wants_drafts(compare: Comparison, mode: str) -> None:
     assert run["batches"][0]["batch_sizes"] == expected["batches"][0]["batch_sizes"]
 
 
-def test_nothing_is_drafted_that_no_reply_can_use(compare: Comparison) -> None:
-    """Every other step ends with a draft."""
-    batch = Batch("short replies")
-    for (name, text), tokens in zip(cases.some(3), (2, 2, 1, 24, 3, 1, 17, 33, 9), strict=True):
-        batch.add(name, text, temperature=0, max_tokens=tokens, ignore_eos=True)
-    plain = Engine(max_num_seqs=2, eager=True).of(max_num_batched_tokens=512)
-    engine, helper = plain.with_bastion(16, costs=linear(10.0, 0.0)), "tests.e2e.plain_steps"
-    expected = compare.submit(plain, [batch])
-    run = compare.run(engine, [batch], setup=[f"{helper}:trees"], probe=f"{helper}:drafts")
-    compare.same("always trees", [batch], expected.result(), run)
-    steps = run["batches"][0]["probed"]
-    assert len(steps) > 10
-    for step in steps:
-        longest = max(step["remaining"], default=0)
-        assert step["drafted"] == (longest > 1), step
-    assert any(step["remaining"] and not step["drafted"] for step in steps)
-
-
 NODES = 24
 COSTS = {
     # Rows cost nothing: the largest tree is the best one.

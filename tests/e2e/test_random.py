@@ -26,8 +26,8 @@ WISHES: tuple[dict[str, Any], ...] = (
     {"include_stop_str_in_output": True, "stop": ["e"]}, {"stop": ["\n\n"]}, {"stop": [".", "="]},
     {"skip_special_tokens": False}, {"min_tokens": 4, "stop": [" "]}, {"logprobs": 2},
     {"logprobs": 0, "prompt_logprobs": 1},
-    # refused: a filter, a length and a grammar that make no sense
-    {"top_p": 2.0}, {"max_tokens": -1}, {"structured_outputs": {"regex": "("}},
+    # refused: filters and a length that make no sense
+    {"top_p": 2.0}, {"max_tokens": -1}, {"min_p": 3.0},
 )  # fmt: skip
 GRAMMARS: tuple[dict[str, Any], ...] = (
     {"choice": ["one apple", "two pears", "none at all"]},

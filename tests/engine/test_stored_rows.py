@@ -13,7 +13,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from bastion_kernels import context_rows
 from tests.scheduler_core import engine_of, settings
 from vllm_bastion.drafters.dflash import BastionSpeculator
-from vllm_bastion.engine.deferred import DeferredContext
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.hooks.runner import execute_model
 
@@ -66,60 +65,6 @@ def test_accepted_rows_are_stored_where_their_tokens_are(chains: bool) -> None:
             assert [int(group[row]) for group in slots] == (
                 [place, place + 1000] if kept else [DROPPED, DROPPED]
             )
-
-
-def _kept(rows: int = 16) -> tuple[DeferredContext, list[list[int]]]:
-    """A context of `rows` rows, and the positions that it has stored, flush by flush."""
-    positions = torch.zeros(rows, dtype=torch.int64)
-    stored: list[list[int]] = []
-    context = DeferredContext(
-        [torch.zeros(rows, 4)], positions, torch.zeros(1, rows, dtype=torch.int64), 2,
-        lambda count: stored.append(positions[:count].tolist()),
-    )  # fmt: skip
-    return context, stored
-
-
-def _add(context: DeferredContext, positions: list[int], requests: list[str]) -> None:
-    at = torch.tensor(positions)
-    context.add([torch.ones(len(at), 4), at, at], len(at), requests)
-
-
-def test_rows_that_nobody_can_find_are_dropped() -> None:
-    context, stored = _kept()
-    _add(context, [0, 1, 2], ["a"])
-    context.leave("a", needed=False)
-    context.flush()
-    assert stored == []
-
-
-def test_rows_of_a_request_that_leaves_are_stored_if_its_blocks_can_be_found() -> None:
-    context, stored = _kept()
-    _add(context, [0, 1, 2], ["a"])
-    context.leave("a", needed=True)
-    assert stored == [[0, 1, 2]]
-
-
-def test_other_requests_keep_their_rows() -> None:
-    context, stored = _kept()
-    _add(context, [7, 40], ["a", "b"])
-    context.leave("c", needed=True)  # it has no rows
-    assert stored == []
-    context.leave("a", needed=False)
-    assert stored == [[7, 40]]
-    _add(context, [41], ["b"])
-    context.leave("a", needed=True)  # its rows are stored
-    assert stored == [[7, 40]]
-    context.leave("b", needed=False)
-    context.flush()
-    assert stored == [[7, 40]]
-
-
-def test_a_full_buffer_is_stored() -> None:
-    context, stored = _kept(rows=4)
-    _add(context, [0, 1], ["a"])
-    assert context.has_room(2) and not context.has_room(3)
-    _add(context, [2], ["a"])  # no room for a row of each of two requests
-    assert stored == [[0, 1, 2]] and context.has_room(4)
 
 
 def test_rows_that_wait_are_stored_before_vllm_copies_blocks() -> None:

@@ -20,15 +20,10 @@ from vllm.v1.worker.gpu_worker import Worker
 from tests.scheduler_core import GAMMA, NODES, call, engine_of, new_core, new_request, settings
 from vllm_bastion.attached import MissingRecordError, StepPlan, StepReport
 from vllm_bastion.engine.runtime import Runtime
-from vllm_bastion.hooks.engine_args import num_lookahead_tokens, use_own_classes
+from vllm_bastion.hooks.engine_args import use_own_classes
 from vllm_bastion.hooks.runner import execute_model
 from vllm_bastion.scheduler.gate import Arm
 from vllm_bastion.validate import BastionConfigError
-
-
-def test_lookahead_follows_the_drafter_only_for_bastion() -> None:
-    assert num_lookahead_tokens(lambda _: 99, engine_of(settings())) == GAMMA + 1
-    assert num_lookahead_tokens(lambda _: 99, engine_of(None)) == 99
 
 
 def scheduled(**drafts: int) -> Any:
