@@ -99,7 +99,7 @@ def run_python(
             environment.pop(name, None)
     return subprocess.run(
         [sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True,
-        timeout=300, check=False,
+        timeout=800, check=False,
     )  # fmt: skip
 
 
