@@ -19,7 +19,6 @@ from tests.e2e.engines import TARGET
 from tests.e2e.targets import write_quantised
 
 _GROUP = 32  # inputs that share a scale, in 4-bit formats
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the eight columns in a word
 
 # A linear layer's weight [N, K] -> its tensors, by the suffix that the format gives them.
 Quantiser = Callable[[Tensor], dict[str, Tensor]]
@@ -59,35 +58,6 @@ def _w4a16(weight: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _gptq(weight: Tensor) -> dict[str, Tensor]:
-    values, scale = _symmetric(weight)
-    inputs, outputs = weight.shape[1], weight.shape[0]
-    return {
-        "qweight": _pack(values).T.contiguous(),
-        # the format stores a zero point less one
-        "qzeros": _pack(torch.full((inputs // _GROUP, outputs), 7)),
-        "scales": scale.T.contiguous(),
-        "g_idx": (torch.arange(inputs) // _GROUP).to(torch.int32),
-    }
-
-
-def _awq(weight: Tensor) -> dict[str, Tensor]:
-    groups = weight.unflatten(1, (-1, _GROUP))
-    low = groups.amin(-1, keepdim=True).clamp(max=0)
-    scale = (groups.amax(-1, keepdim=True).clamp(min=0) - low) / 15
-    zero = (-low / scale).round()
-    values = ((groups / scale).round() + zero).clamp(0, 15).flatten(1)
-
-    def packed(rows: Tensor) -> Tensor:
-        return _pack(rows.unflatten(-1, (-1, 8))[..., _AWQ_ORDER].flatten(-2))
-
-    return {
-        "qweight": packed(values.T),
-        "qzeros": packed(zero[..., 0].T),
-        "scales": scale[..., 0].T.contiguous(),
-    }
-
-
 def _compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> Any:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
@@ -105,7 +75,6 @@ def _numbers(kind: str, bits: int, strategy: str, **more: Any) -> dict[str, Any]
 
 
 # name -> what quantises a layer, and the checkpoint's quantization_config
-_GROUPED = {"bits": 4, "group_size": _GROUP}
 _ROWS = {"int": _numbers("int", 8, "token"), "float": _numbers("float", 8, "token")}
 FORMATS: dict[str, tuple[Quantiser, dict[str, Any]]] = {
     "w8a8": (_int8, _compressed("int-quantized", _numbers("int", 8, "channel"), _ROWS["int"])),
@@ -117,8 +86,6 @@ FORMATS: dict[str, tuple[Quantiser, dict[str, Any]]] = {
         _w4a16,
         _compressed("pack-quantized", _numbers("int", 4, "group", group_size=_GROUP), None),
     ),
-    "gptq": (_gptq, {"quant_method": "gptq", "desc_act": False, "sym": True, **_GROUPED}),
-    "awq": (_awq, {"quant_method": "awq", "zero_point": True, "version": "gemm", **_GROUPED}),
 }
 
 

