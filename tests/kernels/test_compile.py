@@ -33,14 +33,9 @@ def printed(script: str, *arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def compiled(*arguments: str) -> list[list[str]]:
-    """The words of every line that `compile_kernels.py` prints."""
-    return [line.split() for line in printed("compile_kernels.py", *arguments)]
-
-
 @pytest.mark.parametrize("capability", [pytest.param("80", marks=pytest.mark.slow), "90"])
 def test_kernels_compile_and_do_not_spill(capability: str) -> None:
-    kernels = compiled(capability)
+    kernels = [line.split() for line in printed("compile_kernels.py", capability)]
     assert {name for name, *_ in kernels} == {
         "_accept_kernel", "_ancestors_kernel", "_bad_words_kernel",
         "_bind_kernel", "_bits_kernel", "_commit_kernel", "_conv_kernel",
@@ -54,13 +49,6 @@ def test_kernels_compile_and_do_not_spill(capability: str) -> None:
     assert [line for line in kernels if int(line[2]) > 8] == []
     # what a program may have on the GPUs with least
     assert [line for line in kernels if int(line[3]) > 99 * 1024] == []
-
-
-@pytest.mark.slow
-def test_a_batch_of_any_size_runs_the_same_code() -> None:
-    variants = compiled("90", "variants")
-    assert [line for line in variants if line[1] != "1"] == []
-    assert {"_accept_kernel", "_ancestors_kernel", "_take_kernel"} <= {name for name, _ in variants}
 
 
 # registers of a multiprocessor; bytes of shared memory that every program on it costs besides its

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from op_helpers import DEVICE, refuses
+from op_helpers import DEVICE
 from torch import Tensor
 
 from bastion_kernels.accept.kv_compact import KVCompactor
@@ -102,17 +102,6 @@ def test_random_paths_shapes_and_odd_columns(run: Run) -> None:
 
 
 @runs
-def test_caches_of_different_shapes(run: Run) -> None:
-    caches = [
-        make_cache(9, 2, 8, 8, torch.bfloat16, "BHN", 3),
-        make_cache(18, 5, 4, 34, torch.bfloat16, "BNH", 4),
-        make_cache(9, 1, 8, 300, torch.uint8, "BHN", 5),
-    ]
-    step = Step([12, 7], width=6, groups=3, room=72, seed=3)
-    check(run, step, caches, [0, 1, 2])
-
-
-@runs
 def test_padded_strides_odd_addresses_and_long_paths(run: Run) -> None:
     whole = make_cache(31, 3, 8, 40, torch.bfloat16, "BNH", 11)
     caches = [
@@ -193,15 +182,6 @@ def test_a_shared_cache_moves_once_and_aliased_groups_each_by_their_slots(
     assert len(compactor.entries) == 2
     step.run(compactor, run)
     assert same_bytes(cache, want)
-
-
-def test_refusals_name_the_argument() -> None:
-    cache = make_cache(3, 2, 4, 8, torch.bfloat16, "BHN", 10)
-    refuses("0 caches", KVCompactor, [], [])
-    refuses("1 caches, 2 groups", KVCompactor, [cache], [0, 0])
-    refuses("contiguous", KVCompactor, [cache.transpose(2, 3)], [0])
-    step, compact = Step([3], width=4, groups=1, room=12, seed=0), KVCompactor([cache], [0]).compact
-    refuses("cu_num_logits", compact, step.slots, step.starts, step.cu[:1], step.path)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="packed caches are a CPU's")
