@@ -60,7 +60,8 @@ def graphs(session: Any) -> dict[str, Any]:
 
     Returns:
         captured: (rows, most rows of a request) of all FULL graphs, in the order of their capture;
-        chosen: (requests, rows, longest request), then the same of the graph that it finds.
+        chosen: (requests, rows, longest request), then rows and longest request of the graph that
+        it finds.
     """
     from vllm.config import CUDAGraphMode
     from vllm.v1.worker.gpu import model_runner
@@ -79,9 +80,10 @@ def graphs(session: Any) -> dict[str, Any]:
     chosen = []
     for reqs in range(1, manager.max_num_reqs + 1):
         for rows in range(reqs, 17):
-            longest = rows - reqs + 1
-            found = manager.dispatch(reqs, rows, None, 0, longest)
-            assert found.cg_mode == CUDAGraphMode.FULL
-            chosen.append(((reqs, rows, longest), (found.num_tokens, found.max_query_len)))
+            # A step's longest request as scheduled; its nodes may have been trimmed.
+            for longest in (rows - reqs + 1, manager.decode_query_len):
+                found = manager.dispatch(reqs, rows, None, 0, max_query_len=longest)
+                assert found.cg_mode == CUDAGraphMode.FULL
+                chosen.append(((reqs, rows, longest), (found.num_tokens, found.max_query_len)))
     full = manager._capture_descs[CUDAGraphMode.FULL]
     return {"captured": [(one.num_tokens, one.max_query_len) for one in full], "chosen": chosen}

@@ -37,12 +37,14 @@ def test_full_graphs_capture_the_mask(probed: dict[str, Any]) -> None:
 
 
 def test_plain_steps_have_graphs_of_their_own(probed: dict[str, Any]) -> None:
-    """Up to the largest size that holds no more rows than there can be requests."""
+    """Also the largest batch, and a step whose nodes were trimmed."""
     graphs = probed["graphs"]
-    longest, requests = 64, 5
-    sizes = [16, 8, 4, 2, 1]
-    own = [[(size, 1)] * (size <= requests) + [(size, longest)] for size in sizes]
-    assert graphs["captured"] == [list(one) for pair in own for one in pair]
-    for (_, rows, most), found in graphs["chosen"]:
-        size = min(size for size in sizes if size >= rows)
-        assert found == [size, 1 if most == 1 and size <= requests else longest]
+    longest, sizes, plain = 64, [16, 8, 4, 2, 1], [5, 4, 2, 1]
+    captured = {(size, longest) for size in sizes} | {(size, 1) for size in plain}
+    assert {tuple(one) for one in graphs["captured"]} == captured
+    rows = [rows for rows, _ in graphs["captured"]]
+    assert rows == sorted(rows, reverse=True)
+    for (reqs, rows, _), found in graphs["chosen"]:
+        own = reqs == rows
+        size = min(size for size in (plain if own else sizes) if size >= rows)
+        assert found == [size, 1 if own else longest]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu import warmup
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
@@ -21,19 +22,20 @@ QWEN3, QWEN3_5, GEMMA = 151_936, 248_320, 262_144
 DEFAULTS = ((1024, 8192), (1024, 16384), (256, 2048), (256, 8192))
 
 
-def config_of(
-    tokens: int, reqs: int, nodes: int, vocab: int, hybrid: bool = False, graph: int = 512
-) -> Any:
+def config_of(tokens: int, reqs: int, nodes: int, vocab: int, graph: int = 512) -> Any:
     spec = object.__new__(BastionSpeculativeConfig)
     spec.num_speculative_tokens = nodes
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens, max_num_seqs=reqs),
         speculative_config=spec,
         model_config=SimpleNamespace(
-            get_vocab_size=lambda: vocab, get_hidden_size=lambda: 64, is_hybrid=hybrid,
+            get_vocab_size=lambda: vocab, get_hidden_size=lambda: 64, is_hybrid=False,
             dtype=torch.bfloat16, get_max_encoder_len=None,
         ),
-        compilation_config=SimpleNamespace(max_cudagraph_capture_size=graph),
+        compilation_config=SimpleNamespace(
+            max_cudagraph_capture_size=graph,
+            cudagraph_mode=CUDAGraphMode.FULL if graph else CUDAGraphMode.NONE,
+        ),
         is_mm_encoder_only=False,
         num_lookahead_tokens=16,
     )  # fmt: skip
@@ -45,16 +47,9 @@ def test_rows_with_logits_are_those_that_can_be_verified() -> None:
 
     assert rows(8192, 4, 63, 152_000) == 256
     assert rows(128, 4, 63, 152_000) == 128
-    assert rows(8192, 256, 63, 152_000) == 2**28 // 152_000
+    assert rows(8192, 256, 63, 152_000) == 512
+    assert rows(8192, 256, 63, 152_000, graph=0) == 2**28 // 152_000
     assert rows(8192, 2048, 63, 152_000) == 2048  # roots alone
-
-
-def test_a_hybrid_keeps_rows_of_the_largest_graph() -> None:
-    """Each row costs it 0.9 MiB in Qwen3.5-4B's shape, and no draft pays for a step beyond."""
-    assert max_verified_rows(config_of(8192, 256, 255, QWEN3_5, hybrid=True)) == 512
-    assert max_verified_rows(config_of(8192, 1024, 255, QWEN3_5, hybrid=True)) == 1024
-    # without graphs
-    assert max_verified_rows(config_of(8192, 256, 255, QWEN3_5, hybrid=True, graph=0)) == 1081
 
 
 class Runner:
@@ -92,7 +87,7 @@ def test_warm_up_verifies_no_more_than_a_step_that_is_served(
     original = getattr(warmup._warmup_kernels, "__wrapped__", warmup._warmup_kernels)
     warm_up.warm_up_kernels(original, runner, runner.execute, lambda grammar: None)
     # several requests, with and without drafts
-    assert 256 < max(runner.steps) <= get_max_chunk_logits(vocab) and len(runner.steps) > 2
+    assert 256 < max(runner.steps) <= max(512, requests) and len(runner.steps) > 2
     assert runner.scheduler_config.max_num_seqs == requests
     runner.steps.clear()
     original(runner, runner.execute, lambda grammar: None)
@@ -116,4 +111,4 @@ def test_the_profiling_run_has_the_logits_of_the_largest_step(
         seen.append(("own", len(hidden)))
 
     warm_up.dummy_sampler_run(original, runner, torch.zeros(512, 64))
-    assert seen == [("own", 512), ("logits", get_max_chunk_logits(QWEN3))]
+    assert seen == [("own", 512), ("logits", 1024)]

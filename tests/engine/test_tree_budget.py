@@ -32,17 +32,26 @@ class Steps:
     Args:
         slots: of the requests of all steps.
         most: logits rows that vLLM has memory for in a step.
+        rows: of the largest graph.
     """
 
     def __init__(
-        self, slots: list[int], *, lagged: bool, budget: int | None = None, most: int = 1000
+        self,
+        slots: list[int],
+        *,
+        lagged: bool,
+        budget: int | None = None,
+        most: int = 1000,
+        rows: int = 1000,
     ) -> None:
         self.trees = make_trees(SLOTS, NODES, DEPTH, rows=ROWS, budget=budget)
         self.runtime = Runtime(self.trees)
         self.names = {f"r{slot}": slot for slot in slots}
         states: Any = SimpleNamespace(req_id_to_index=self.names, num_speculative_steps=NODES)
         self.starts = torch.zeros(SLOTS + 1, dtype=torch.int32)
-        self.manager = TreeBudgetManager(self.runtime, states, self.starts, 1, most, lagged=lagged)
+        self.manager = TreeBudgetManager(
+            self.runtime, states, self.starts, 1, most, rows, lagged=lagged
+        )
         self.manager.cost_tables = DRAFT_MS, VERIFY_MS
         self.plan = StepPlan()
         self.slots = np.array(slots)
@@ -179,12 +188,19 @@ def test_a_requests_own_budget_leaves_the_other_trees_what_pays(lagged: bool) ->
 
 
 @pytest.mark.parametrize("lagged", [False, True])
-def test_no_more_than_vllm_has_memory_for(lagged: bool) -> None:
-    steps = Steps([0, 1, 2], lagged=lagged, most=3 + 7)
+@pytest.mark.parametrize(
+    ("room", "nodes"), [({"most": 3 + 7}, 7), ({"rows": 3 + 50 + 7}, 7), ({"rows": 40}, 0)]
+)
+def test_no_more_than_there_is_memory_for_and_the_graph_holds(
+    lagged: bool, room: dict[str, int], nodes: int
+) -> None:
+    """The third request computes 50 more rows of its prompt."""
+    steps = Steps([0, 1, 2], lagged=lagged, **room)
     steps.manager.cost_tables = DRAFT_MS, np.full(ROWS + 1, 5.0)
     steps.draft(0)
     steps.draft(0)
-    assert sum(steps.verify([NODES] * 3).values()) == 7
+    assert sum(steps.verify([NODES, NODES, 0], prompts=[0, 0, 50]).values()) == nodes
+    assert steps.manager.drafts.any() == (nodes > 0)
 
 
 def test_a_fixed_budget_cuts_every_tree() -> None:

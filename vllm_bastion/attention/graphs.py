@@ -30,6 +30,9 @@ class BastionCudaGraphManager(ModelCudaGraphManager):
         for descs_by_key in (self._candidates, self._capture_descs):
             for key, descs in descs_by_key.items():
                 descs_by_key[key] = list(self._with_plain(descs))
+        for descs in self._capture_descs.values():
+            # The first one captured allocates the output for all.
+            descs.sort(key=lambda desc: -desc.num_tokens)
 
     def _with_plain(
         self, descs: Iterable[BatchExecutionDescriptor]
@@ -39,14 +42,29 @@ class BastionCudaGraphManager(ModelCudaGraphManager):
         It is captured first too. vLLM profiles the two largest graphs and takes the first one's
         memory as what all share; with FlashAttention 3 that includes the buffers of its splits.
         """
+        most = self.max_num_reqs
+        sizes = self.compilation_config.cudagraph_capture_sizes or []
+        # The largest batch has a graph of its own if it lies between two sizes.
+        largest = min((size for size in sizes if size >= most), default=most)
         for desc in descs:
             mixed = desc.cg_mode == CUDAGraphMode.FULL and desc.uniform_token_count is None
-            if mixed and desc.num_tokens <= self.max_num_reqs:
-                yield replace(desc, max_query_len=PLAIN_QUERY_LEN)
+            if mixed and desc.num_tokens <= largest:
+                rows = min(desc.num_tokens, most)
+                yield replace(desc, num_tokens=rows, max_query_len=PLAIN_QUERY_LEN)
             yield desc
 
-    def dispatch(self, *args: Any, **kwargs: Any) -> BatchExecutionDescriptor:
-        """While steps are timed, the graphs of trees: a dummy request has a single row."""
-        if self.profiles:
-            kwargs["max_query_len"] = self.decode_query_len
-        return super().dispatch(*args, **kwargs)
+    def dispatch(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        *args: Any,
+        max_query_len: int | None = None,
+        **kwargs: Any,
+    ) -> BatchExecutionDescriptor:
+        """Like vLLM's, by the rows that the step has after trimming, not by those scheduled."""
+        if self.profiles:  # a dummy request has a single row
+            max_query_len = self.decode_query_len
+        elif max_query_len is not None and num_tokens == num_reqs and self.dp_size == 1:
+            # Other ranks' rows and requests are not this rank's.
+            max_query_len = PLAIN_QUERY_LEN
+        return super().dispatch(num_reqs, num_tokens, *args, max_query_len=max_query_len, **kwargs)

@@ -85,6 +85,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
     and of a target's pass by rows.
 
     Args:
+        max_rows: most rows of a step with nodes, prompts included.
         lagged: whether the previous step's scores size a step.
     """
 
@@ -95,6 +96,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         query_start_loc: torch.Tensor,
         num_bonus_tokens: int,
         max_total_logits: int,
+        max_rows: int,
         *,
         lagged: bool,
     ) -> None:
@@ -102,7 +104,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         self.req_states = req_states
         self.num_speculative_steps = req_states.num_speculative_steps
         self.num_bonus_tokens = num_bonus_tokens
-        self.max_total_logits = max_total_logits
+        self.max_total_logits, self.max_rows = max_total_logits, max_rows
         # The runner's own buffer. FULL graphs read it, so it is written and never replaced.
         self.query_start_loc = query_start_loc
         self.cost_tables: tuple[np.ndarray, np.ndarray] | None = None
@@ -173,7 +175,9 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         self._plain_rows = tokens - drafts
         limits = np.minimum(drafts, self.trees.node_limits_host[slots]) * self._has_tree[slots]
         self._limits = np.minimum(limits, self.trees.tree_size).astype(np.int32)
-        most = max(0, self.max_total_logits - count * self.num_bonus_tokens)
+        rows = int(self._plain_rows.sum())
+        most = min(self.max_total_logits - count * self.num_bonus_tokens, self.max_rows - rows)
+        most = max(0, most)
         if self.trees.budget is not None:
             self._num_verify = np.minimum(self._limits, self.trees.budget).astype(np.int32)
             if self._num_verify.sum() > most:
@@ -183,7 +187,9 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         else:
             self._num_verify = self._limits
         self._num_nodes = int(self._num_verify.sum())
-        return self._num_nodes + int(self._plain_rows.sum())
+        if self._num_nodes == 0:
+            self._limits = self._num_verify
+        return self._num_nodes + rows
 
     def _choose(self, most: int) -> np.ndarray:
         """N* of every request, [R] int32. Lagged, only the sum counts, and the split is even."""

@@ -33,23 +33,30 @@ def make_trees(vllm_config: VllmConfig, device: torch.device) -> Trees:
 
 
 def max_verified_rows(vllm_config: VllmConfig) -> int:
-    """Most roots and nodes of a step. Each has logits, which vLLM limits to 1 GiB in float32.
-
-    A target with recurrent layers keeps the inputs of each row for its commit. Its steps with nodes
-    stay within the largest CUDA graph, because no draft makes up for a step without one.
-    """
+    """Most roots and nodes of a step. Each has logits, which vLLM limits to 1 GiB in float32."""
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
     scheduler, config = vllm_config.scheduler_config, settings_of(vllm_config)
-    requests, model = scheduler.max_num_seqs, vllm_config.model_config
-    most = get_max_chunk_logits(model.get_vocab_size())
-    if model.is_hybrid:
-        most = min(most, vllm_config.compilation_config.max_cudagraph_capture_size or most)
+    requests, vocab = scheduler.max_num_seqs, vllm_config.model_config.get_vocab_size()
     return min(
         scheduler.max_num_batched_tokens,
         requests * (1 + config.num_speculative_tokens),
-        max(requests, most),
+        max(requests, min(max_tree_rows(vllm_config), get_max_chunk_logits(vocab))),
     )
+
+
+def max_tree_rows(vllm_config: VllmConfig) -> int:
+    """Most rows of a step with nodes, prompts included: those of the largest CUDA graph.
+
+    No draft makes up for a step without a graph.
+    """
+    compilation, rows = (
+        vllm_config.compilation_config,
+        vllm_config.scheduler_config.max_num_batched_tokens,
+    )
+    if not compilation.cudagraph_mode.has_full_cudagraphs():
+        return rows
+    return min(rows, compilation.max_cudagraph_capture_size or rows)
 
 
 def max_bitmask_rows(vllm_config: VllmConfig) -> int:

@@ -103,6 +103,9 @@ class BastionModelState(DefaultModelState):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Make the step's record, and metadata of the target's layers; the drafter has its own."""
+        plain = input_batch.num_tokens == input_batch.num_reqs and not input_batch.has_prefill
+        if plain and not for_capture and input_batch.max_query_len is not None:
+            input_batch.max_query_len = PLAIN_QUERY_LEN  # it counts nodes that were trimmed
         metadata = super().prepare_attn(
             input_batch,
             cudagraph_mode,

@@ -78,7 +78,7 @@ def create_manager(original: Callable[..., Any], **kwargs: Any) -> Any:
     if config is None:
         return original(**kwargs)
     from vllm_bastion.engine.budget import TreeBudgetManager
-    from vllm_bastion.engine.limits import max_verified_rows
+    from vllm_bastion.engine.limits import max_tree_rows, max_verified_rows
 
     runtime = runtime_of(vllm_config)
     runtime.manager = TreeBudgetManager(
@@ -87,6 +87,7 @@ def create_manager(original: Callable[..., Any], **kwargs: Any) -> Any:
         kwargs["query_start_loc"],
         kwargs["num_bonus_tokens"],
         min(kwargs["max_total_logits"], max_verified_rows(vllm_config)),
+        max_tree_rows(vllm_config),
         lagged=is_lagged(config),
     )
     return runtime.manager
