@@ -29,8 +29,7 @@ class Step:
     # token, or the tokens of its prompt.
     nodes: np.ndarray = field(default_factory=_none)
     base_rows: np.ndarray = field(default_factory=_none)
-    # Whether kernels look for nodes, and whether the attention reads the mask.
-    needs_slot_mapping: bool = True
+    # Whether the attention reads the mask.
     masked: bool = False
     # Whether drafts are verified.
     verifies: bool = False

@@ -86,6 +86,7 @@ class Step:
         gathered = [torch.empty_like(state[:count]) for state in states]
         chosen = torch.randperm(rows, generator=torch.Generator().manual_seed(1))[:count]
         bound, tails, placed = longs(reqs), empty(reqs), longs(rows)
+        lengths = empty(reqs).fill_(nodes + 1)
         self.ops: dict[str, tuple[Any, Sequence[Any], Sequence[Tensor]]] = {
             "topk": (topk_logprobs, (logits, top_k, *flat), flat),
             "expand": (
@@ -102,7 +103,7 @@ class Step:
             "mask": (ancestor_bits, (parents, slots, bits), (bits,)),
             "bind_tails": (bind_slots, (slots, bound, tails, starts), (bound, tails)),
             "positions": (
-                tree_positions, (positions, depths, slots, starts, starts, placed), (placed,)
+                tree_positions, (positions, depths, slots, starts, lengths, placed), (placed,)
             ),
             "walk": (accept_path, walk, walk[5:]),
             "context_rows": (

@@ -161,12 +161,9 @@ def test_positions_are_root_plus_depth_in_the_tail_and_linear_before_it() -> Non
     grow(trees, logits_of(1), 1)
     # A prompt chunk of 4 rows in slot 0, then a root with 5 nodes in slot 3.
     positions = torch.tensor([10, 11, 12, 13, 40, 41, 42, 43, 44, 45])
-    placed = trees.positions_by_depth(
-        positions,
-        torch.tensor([0, 3]),
-        torch.tensor([0, 4, 10], dtype=torch.int32),
-        torch.tensor([0, 1, 7], dtype=torch.int32),
-    )
+    starts, logits = (torch.tensor(x, dtype=torch.int32) for x in ([0, 4, 10], [0, 1, 7]))
+    trees.begin_step(torch.tensor([0, 3]), logits)
+    placed = trees.positions_by_depth(positions, starts)
     depths = trees.depths[3, :5].tolist()
     assert placed.tolist() == [10, 11, 12, 13, 40, *(40 + d for d in depths)]
     assert placed.data_ptr() == trees.positions.data_ptr()

@@ -314,5 +314,5 @@ def test_a_step_ends_with_the_planned_arm(
         num_draft_tokens_per_req=None, num_reqs=1, num_draft_tokens=0,
         num_scheduled_tokens=np.ones(1, dtype=np.int32),
     )  # fmt: skip
-    step = make_step(steps.runtime, batch, always_binds=False, for_trees=False)
+    step = make_step(steps.runtime, batch, for_trees=False)
     assert step.arm == taken and not step.verifies and not step.masked

@@ -62,7 +62,7 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     bits = torch.zeros(slots_total, limit + 1, limit // 32 + 1, dtype=torch.int32)
     ops.ancestor_bits.triton(parents, slots, bits)
     rows = torch.zeros(reqs * (limit + 1), dtype=torch.int64)
-    ops.tree_positions.triton(rows, depths, slots, ends, ends, rows)
+    ops.tree_positions.triton(rows, depths, slots, ends, counts, rows)
     path = torch.zeros(reqs, depth + 1, dtype=torch.int32)
     ops.accept_path.triton(rows, rows.int(), parents, slots, ends, path, path.long(), counts)
     ops.count_sources.triton(parents, slots, ends, path, parents[:2, :3].contiguous())

@@ -84,7 +84,7 @@ def test_positions(run, in_place: bool) -> None:
     # inert, empty and no tail at all
     batch = [(4, 41, 41), (2, 300, 1), (8, 30, 9), (0, 1, 1), (-1, 7, 7), (5, 0, 0), (1, 5, 0)]
     batch += [(3, 17, 17), (-1, 0, 0)]
-    starts, logits, expected = [0], [0], []
+    starts, expected = [0], []
     positions = []
     for request, (slot, length, tail) in enumerate(batch):
         first = 1000 * request
@@ -93,12 +93,12 @@ def test_positions(run, in_place: bool) -> None:
         nodes = [0, *depths_of(rows[slot])][:tail] if slot >= 0 else range(tail)
         expected += [*range(first, root), *(root + depth for depth in nodes)]
         starts.append(starts[-1] + length)
-        logits.append(logits[-1] + tail)
     positions, expected = positions + [POISON] * 6, expected + [POISON] * 6  # padding rows
     source = torch.tensor(positions)
     out = source if in_place else poisoned(len(positions), dtype=torch.int64)
     slots = torch.tensor([slot for slot, _, _ in batch])
-    ends = (torch.tensor(x, dtype=torch.int32) for x in (starts, logits))
+    tails = [tail for _, _, tail in batch]
+    ends = (torch.tensor(x, dtype=torch.int32) for x in (starts, tails))
     call(run, source, depths, slots, *ends, out)
     assert out.tolist() == expected
     assert in_place or source.tolist() == positions
@@ -108,6 +108,6 @@ def test_nothing_to_do() -> None:
     none, one = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     parents = torch.zeros(2, 3, dtype=torch.int32)
     for run in versions(tree_positions.triton, tree_positions.cpu):
-        call(run, none, parents, none, one, one, none.clone())
+        call(run, none, parents, none, one, one[:0], none.clone())
     for run in versions(ancestor_bits.triton, ancestor_bits.cpu):
         assert mask(run, parents, none).eq(POISON).all()

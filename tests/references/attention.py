@@ -36,9 +36,9 @@ def tree_positions(op: TreePositions) -> None:
     """Copy the linear positions, then overwrite the tails."""
     if op.out.data_ptr() != op.positions.data_ptr():
         op.out.copy_(op.positions)
-    starts, logits = op.query_start_loc.tolist(), op.cu_num_logits.tolist()
+    starts, tails = op.query_start_loc.tolist(), op.tail_lens.tolist()
     for r, slot in enumerate(op.slots.tolist()):
-        tail = logits[r + 1] - logits[r]
+        tail = tails[r]
         if slot >= 0 and tail > 1:
             root = starts[r + 1] - tail
             op.out[root + 1 : root + tail] = op.positions[root] + op.depths[slot, : tail - 1]

@@ -40,10 +40,12 @@ class TreeFlashAttentionMetadata(TreeMetadata, FlashAttentionMetadata):
     _step: AttentionStep | None = None
 
     def step(self) -> AttentionStep:
-        """The tree kernel's view of the step, built when the first layer needs it."""
+        """The tree kernel's view of the step, planned when the first layer needs it."""
         if self._step is None:
             trees, num_reqs = self.trees, self.seq_lens.shape[0]
             assert trees is not None
+            for workspace in self.workspaces.values():
+                workspace.plan(self.query_start_loc, self.seq_lens, self.num_actual_tokens)
             self._step = AttentionStep(
                 self.block_table,
                 self.query_start_loc,
@@ -104,15 +106,6 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         metadata = TreeFlashAttentionMetadata(**vars(flash), workspaces=self.workspaces)
         if not plain:
             metadata.scheduler_metadata, metadata.max_num_splits = None, 0
-        # A graph's padding has as many requests as rows. They come last, and are empty.
-        starts = common_attn_metadata.query_start_loc_cpu.numpy()
-        count = max(1, int(starts.searchsorted(starts[-1])))
-        for workspace in self.workspaces.values():
-            workspace.plan(
-                metadata.query_start_loc[: count + 1],
-                metadata.seq_lens[:count],
-                common_attn_metadata.num_actual_tokens,
-            )
         return metadata
 
 

@@ -14,6 +14,20 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCu
 PLAIN_QUERY_LEN = 1
 
 
+class _FromDepths:
+    """A target for captures: its graph begins with the positions of its batch."""
+
+    def __init__(self, model: Any, state: Any) -> None:
+        self._model, self._state = model, state
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, **inputs: Any) -> Any:
+        self._state.begin_graph(inputs)
+        return self._model(**inputs)
+
+
 class BastionCudaGraphManager(ModelCudaGraphManager):
     """Adds a graph for plain steps to each one that takes any mix of trees.
 
@@ -52,6 +66,12 @@ class BastionCudaGraphManager(ModelCudaGraphManager):
                 rows = min(desc.num_tokens, most)
                 yield replace(desc, num_tokens=rows, max_query_len=PLAIN_QUERY_LEN)
             yield desc
+
+    def capture(self, model: Any, model_state: Any, *args: Any, **kwargs: Any) -> None:
+        """Like vLLM's, with the positions of nodes inside."""
+        if self.use_breakable_cg:
+            self.init_breakable_cg_runner(model)  # what steps without a FULL graph call
+        super().capture(_FromDepths(model, model_state), model_state, *args, **kwargs)
 
     def dispatch(
         self,

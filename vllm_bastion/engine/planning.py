@@ -19,12 +19,11 @@ from vllm_bastion.scheduler.gate import Arm
 from vllm_bastion.step import Step
 
 
-def make_step(runtime: Runtime, batch: InputBatch, *, always_binds: bool, for_trees: bool) -> Step:
+def make_step(runtime: Runtime, batch: InputBatch, *, for_trees: bool) -> Step:
     """The record of `batch`.
 
     Args:
-        always_binds: whether some kernel reads the request slots of every step.
-        for_trees: whether a FULL graph is captured that is replayed for batches with trees.
+        for_trees: whether a FULL graph is captured, or run, that takes batches with trees.
     """
     drafts = batch.num_draft_tokens_per_req
     if drafts is None:  # a dummy batch, or a step without drafts
@@ -46,7 +45,6 @@ def make_step(runtime: Runtime, batch: InputBatch, *, always_binds: bool, for_tr
         batch,
         nodes,
         base_rows,
-        needs_slot_mapping=always_binds or has_nodes or profiles,
         masked=for_trees or profiles or (has_nodes and not runtime.trees.chains),
         verifies=batch.num_draft_tokens > 0,
         arm=arm,

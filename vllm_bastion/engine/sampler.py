@@ -84,7 +84,9 @@ class TreeRejectionSampler(RejectionSampler):
             draft_logits,
             node_ids,
             # Positions by depth: a draw is keyed by the position of its token.
-            self.trees.positions[input_batch.logits_indices],
+            (input_batch if self.trees.chains else self.trees).positions[
+                input_batch.logits_indices
+            ],
             get_max_chunk_logits(logits.shape[1]),
             NO_LOGPROBS,
             followed_ids,

@@ -3,6 +3,7 @@
 
 Rotary positions are root + depth, in a buffer of their own. ``input_batch.positions`` stays linear,
 because slot mappings, the drafter's context and vLLM's bookkeeping read cache positions from it.
+FULL graphs of trees begin with these positions, and those of plain steps read vLLM's.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class BastionModelState(DefaultModelState):
 
     # Whether other layers than attention read the request slots of every step.
     _always_binds = False
+    # What vLLM runs for the current step.
+    _mode = CUDAGraphMode.NONE
 
     def __init__(self, runtime: Runtime, vllm_config: VllmConfig, *args: Any) -> None:
         super().__init__(vllm_config, *args)
@@ -47,9 +50,8 @@ class BastionModelState(DefaultModelState):
         self._target_layers: dict[str, tuple[Attention, int]] = {}
         self._compactor: KVCompactor | None = None
         self._block_tables: BlockTables | None = None
-        # A graph reads the trees' buffers whenever it is replayed.
-        graphs = vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE
-        self._always_binds = self._always_binds or graphs
+        # Under data parallelism another rank's trees decide which graph is replayed here.
+        self._always_binds |= vllm_config.parallel_config.data_parallel_size > 1
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         super().add_request(req_index, new_req_data)
@@ -64,30 +66,36 @@ class BastionModelState(DefaultModelState):
         self, input_batch: InputBatch, req_states: RequestState
     ) -> dict[str, torch.Tensor | None]:
         inputs = super().prepare_inputs(input_batch, req_states)
-        step = self.runtime.step
-        if step.needs_slot_mapping:
-            self._move_to_depths(inputs, input_batch)
+        eager = self._mode == CUDAGraphMode.NONE and self.runtime.step.masked
+        if eager or self._mode == CUDAGraphMode.PIECEWISE:
+            self._move_to_depths(inputs)
         return inputs
 
-    def _move_to_depths(
-        self, inputs: dict[str, torch.Tensor | None], input_batch: InputBatch
-    ) -> None:
-        """Give every node the position of its depth."""
-        linear = input_batch.positions
-        by_depth = self.trees.positions_by_depth(
-            linear, input_batch.idx_mapping, input_batch.query_start_loc, input_batch.cu_num_logits
-        )
-        mrope = inputs.get("positions")
-        if mrope is None:
+    def begin_graph(self, inputs: dict[str, Any]) -> None:
+        """Captured in front of the target: the positions that its batch needs."""
+        batch = self.runtime.step.batch
+        assert batch is not None
+        if self.runtime.step.masked:
+            self._move_to_depths(inputs)
+        elif batch.max_query_len == PLAIN_QUERY_LEN and self.rope_state is None:
+            inputs["positions"] = batch.positions
+
+    def _move_to_depths(self, inputs: dict[str, torch.Tensor | None]) -> None:
+        """Give every node of the step the position of its depth."""
+        batch = self.runtime.step.batch
+        assert batch is not None
+        by_depth = self.trees.positions_by_depth(batch.positions, batch.query_start_loc)
+        if self.rope_state is None:
             inputs["positions"] = by_depth
         else:
             # After the prompt, M-RoPE's positions are linear plus an offset, in all dimensions.
-            rows = slice(input_batch.num_tokens)
-            mrope[:, rows].add_(by_depth[rows]).sub_(linear[rows])
+            mrope = inputs["positions"]
+            assert mrope is not None
+            mrope.add_(by_depth).sub_(batch.positions)
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)
-        # FULL graphs capture this buffer, so `prepare_inputs` must write to it.
+        # PIECEWISE graphs capture this buffer, so `prepare_inputs` must write to it.
         inputs.setdefault("positions", self.trees.positions[:num_tokens])
         return inputs
 
@@ -103,30 +111,36 @@ class BastionModelState(DefaultModelState):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Make the step's record, and metadata of the target's layers; the drafter has its own."""
+        self._mode, full = cudagraph_mode, cudagraph_mode == CUDAGraphMode.FULL
         plain = input_batch.num_tokens == input_batch.num_reqs and not input_batch.has_prefill
-        if plain and not for_capture and input_batch.max_query_len is not None:
+        if for_capture:  # a graph of trees is captured with one row of each request, too
+            plain = input_batch.max_query_len == PLAIN_QUERY_LEN
+        elif plain and input_batch.max_query_len is not None:
             input_batch.max_query_len = PLAIN_QUERY_LEN  # it counts nodes that were trimmed
-        metadata = super().prepare_attn(
-            input_batch,
-            cudagraph_mode,
-            block_tables,
-            slot_mappings,
-            [[group for group in groups if self._is_target(group)] for groups in attn_groups],
-            kv_cache_config,
-            for_capture,
-            **kwargs,
-        )
+        metadata: dict[str, Any] = {}
+        # A graph of trees reads buffers only; that of a plain step is planned ahead.
+        if plain or not full or self.vllm_config.kv_transfer_config is not None:
+            metadata = super().prepare_attn(
+                input_batch,
+                cudagraph_mode,
+                block_tables,
+                slot_mappings,
+                [[group for group in groups if self._is_target(group)] for groups in attn_groups],
+                kv_cache_config,
+                for_capture,
+                **kwargs,
+            )
         if self.runtime.profiles:
             self._fill_rows(input_batch)
-        for_trees = for_capture and input_batch.max_query_len != PLAIN_QUERY_LEN
-        step = make_step(
-            self.runtime, input_batch, always_binds=self._always_binds, for_trees=for_trees
-        )
+        step = make_step(self.runtime, input_batch, for_trees=for_capture and not plain)
         self.runtime.step = step
-        if step.needs_slot_mapping:
+        in_graph = cudagraph_mode != CUDAGraphMode.NONE and not (full and plain)
+        if step.masked or in_graph or self._always_binds:
             has_trees = not self.trees.chains and step.nodes.any()
             tails = input_batch.cu_num_logits if has_trees else None
             self.trees.begin_step(input_batch.idx_mapping, tails)
+        if full and not for_capture:
+            return metadata  # no layer is called
         for name in self._target_layers:
             layer_metadata = metadata.get(name)
             if layer_metadata is not None:  # vLLM builds none in a profiling run

@@ -302,33 +302,22 @@ class Trees:
         bind_slots(idx_mapping, self.step_slots, self.tail_lens, tails)
 
     def positions_by_depth(
-        self,
-        positions: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        cu_num_logits: torch.Tensor,
+        self, positions: torch.Tensor, query_start_loc: torch.Tensor
     ) -> torch.Tensor:
         """Positions of the step's rows: a node's is its root's plus the node's depth.
 
+        Reads the batch of `begin_step`, so a graph may capture it.
+
         Args:
             positions: [T] int64, vLLM's, which count the rows of a request.
-            idx_mapping: [R] int64 request slots.
-            query_start_loc: [R + 1 or more] int32 first row of each request.
-            cu_num_logits: [R + 1] int32 first logits row of each request.
+            query_start_loc: [R + 1] int32 first row of each request.
 
         Returns:
-            [T] int64, a view of the buffer that captured graphs read.
+            [T] int64, a view of the buffer that the sampler reads.
         """
-        out = self.positions[: positions.shape[0]]
-        num_reqs = idx_mapping.shape[0]
-        tree_positions(
-            positions,
-            self.depths,
-            idx_mapping,
-            query_start_loc[: num_reqs + 1],
-            cu_num_logits,
-            out,
-        )
+        out, num_reqs = self.positions[: positions.shape[0]], query_start_loc.shape[0] - 1
+        slots, tails = self.step_slots[:num_reqs], self.tail_lens[:num_reqs]
+        tree_positions(positions, self.depths, slots, query_start_loc, tails, out)
         return out
 
 

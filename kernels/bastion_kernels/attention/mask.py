@@ -66,7 +66,7 @@ def _positions_kernel(
     depths,
     slots,
     query_start_loc,
-    cu_num_logits,
+    tail_lens,
     out,
     rows,
     reqs,
@@ -87,8 +87,7 @@ def _positions_kernel(
         b_high = tl.where(m_later, b_middle, b_high)
         b_low = tl.where(m_later, b_low, b_middle)
     b_end = tl.load(query_start_loc + b_low + 1, mask=m_inside, other=0)
-    b_last = tl.load(cu_num_logits + b_low + 1, mask=m_inside, other=0)
-    b_root = b_end - (b_last - tl.load(cu_num_logits + b_low, mask=m_inside, other=0))
+    b_root = b_end - tl.load(tail_lens + b_low, mask=m_inside, other=0)
     b_slot = tl.load(slots + b_low, mask=m_inside, other=-1)
     o_n = o_r - b_root - 1
     m_node = m_inside & (b_slot >= 0) & (o_n >= 0) & (o_n < N)
@@ -146,8 +145,8 @@ ancestor_bits = public(AncestorBits, cpu="bastion_kernels.cpu.mask")
 class TreePositions(Op):
     """Write every row's position: by depth within tails, unchanged elsewhere.
 
-    The last `cu_num_logits[r+1] - cu_num_logits[r]` rows of request r are its tail: the root, then
-    nodes 1, 2, ... Rows of inert requests and rows past the last request are copied.
+    The last `tail_lens[r]` rows of request r are its tail: the root, then nodes 1, 2, ... Rows of
+    inert requests and rows past the last request are copied.
     """
 
     positions: Tensor
@@ -158,8 +157,8 @@ class TreePositions(Op):
     """`[R]` int64, request slot of each row of the batch, or -1."""
     query_start_loc: Tensor
     """`[R+1]` int32, first row of each request."""
-    cu_num_logits: Tensor
-    """`[R+1]` int32, first logits row of each request."""
+    tail_lens: Tensor
+    """`[R]` int32, rows of each request's tail; see `bind_slots`."""
     out: Tensor
     """`[T]` int64, written; may be `positions` itself."""
 
@@ -169,7 +168,7 @@ class TreePositions(Op):
         self.expect("depths", (None, None), torch.int32)
         self.expect("slots", (reqs,), torch.int64)
         self.expect("query_start_loc", (reqs + 1,), torch.int32)
-        self.expect("cu_num_logits", (reqs + 1,), torch.int32)
+        self.expect("tail_lens", (reqs,), torch.int32)
         self.expect("out", (self.positions.shape[0],), torch.int64)
 
     def triton(self) -> None:
@@ -181,7 +180,7 @@ class TreePositions(Op):
             depths=self.depths,
             slots=self.slots,
             query_start_loc=self.query_start_loc,
-            cu_num_logits=self.cu_num_logits,
+            tail_lens=self.tail_lens,
             out=self.out,
             rows=rows,
             reqs=reqs,

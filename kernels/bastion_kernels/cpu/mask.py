@@ -32,9 +32,9 @@ def ancestor_bits(op: AncestorBits) -> None:
 
 
 @njit
-def _positions(depths, slots, query_start_loc, cu_num_logits, out):
+def _positions(depths, slots, query_start_loc, tail_lens, out):
     for r in range(slots.shape[0]):
-        slot, tail = slots[r], cu_num_logits[r + 1] - cu_num_logits[r]
+        slot, tail = slots[r], tail_lens[r]
         if slot >= 0:
             root = query_start_loc[r + 1] - tail
             for node in range(1, min(tail, depths.shape[1] + 1)):
@@ -49,6 +49,6 @@ def tree_positions(op: TreePositions) -> None:
         op.depths.numpy(),
         op.slots.numpy(),
         op.query_start_loc.numpy(),
-        op.cu_num_logits.numpy(),
+        op.tail_lens.numpy(),
         op.out.numpy(),
     )
