@@ -39,6 +39,11 @@ attention/graphs.py
       for desc in self._candidates[key] … return desc
   GPU.cudagraph_utils:_is_compatible @why a graph of plain steps does not take longer requests,
       or prompts @body max_query_len is not None and desc.max_query_len >= max_query_len
+  GPU.cudagraph_utils:ModelCudaGraphManager.capture @why a graph begins with what the model that we
+      hand over does first @body prepare_inputs_to_capture( … model_output = model(**model_inputs)
+  RUNNER:GPUModelRunner.execute_model @why a batch with prompts has no longest request; a replay
+      reads neither metadata nor inputs @body max_query_len = None …
+      max_query_len=max_query_len … self.cudagraph_manager.run_fullgraph(batch_desc)
   GPU.cudagraph_utils:_extrapolate_full_graph_memory @why the first graph's memory is what all
       share @body mem_samples[0] … mem_samples[1]
 attention/gated_delta.py

@@ -61,7 +61,7 @@ def graphs(session: Any) -> dict[str, Any]:
     Returns:
         captured: (rows, most rows of a request) of all FULL graphs, in the order of their capture;
         chosen: (requests, rows, longest request), then rows and longest request of the graph that
-        it finds.
+        it finds; 0 for a step with a prompt.
     """
     from vllm.config import CUDAGraphMode
     from vllm.v1.worker.gpu import model_runner
@@ -81,9 +81,9 @@ def graphs(session: Any) -> dict[str, Any]:
     for reqs in range(1, manager.max_num_reqs + 1):
         for rows in range(reqs, 17):
             # A step's longest request as scheduled; its nodes may have been trimmed.
-            for longest in (rows - reqs + 1, manager.decode_query_len):
+            for longest in (rows - reqs + 1, manager.decode_query_len, None):
                 found = manager.dispatch(reqs, rows, None, 0, max_query_len=longest)
                 assert found.cg_mode == CUDAGraphMode.FULL
-                chosen.append(((reqs, rows, longest), (found.num_tokens, found.max_query_len)))
+                chosen.append(((reqs, rows, longest or 0), (found.num_tokens, found.max_query_len)))
     full = manager._capture_descs[CUDAGraphMode.FULL]
     return {"captured": [(one.num_tokens, one.max_query_len) for one in full], "chosen": chosen}

@@ -37,14 +37,14 @@ def test_full_graphs_capture_the_mask(probed: dict[str, Any]) -> None:
 
 
 def test_plain_steps_have_graphs_of_their_own(probed: dict[str, Any]) -> None:
-    """Also the largest batch, and a step whose nodes were trimmed."""
+    """Also the largest batch, and a step whose nodes were trimmed; not one with a prompt."""
     graphs = probed["graphs"]
     longest, sizes, plain = 64, [16, 8, 4, 2, 1], [5, 4, 2, 1]
     captured = {(size, longest) for size in sizes} | {(size, 1) for size in plain}
     assert {tuple(one) for one in graphs["captured"]} == captured
     rows = [rows for rows, _ in graphs["captured"]]
     assert rows == sorted(rows, reverse=True)
-    for (reqs, rows, _), found in graphs["chosen"]:
-        own = reqs == rows
+    for (reqs, rows, scheduled), found in graphs["chosen"]:
+        own = reqs == rows and scheduled != 0
         size = min(size for size in (plain if own else sizes) if size >= rows)
         assert found == [size, 1 if own else longest]

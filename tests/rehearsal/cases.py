@@ -53,6 +53,12 @@ class Case:
     adapters: bool = False
     long: int = 0
 
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether its graphs take steps with prompts: those of trees do, except a hybrid's."""
+        method = (self.speculative or {}).get("method")
+        return method == "bastion" and self.plain not in ("plain-hybrid", "plain-cached")
+
     def engine_arguments(self) -> dict[str, Any]:
         speculative = self.speculative
         if speculative is not None:

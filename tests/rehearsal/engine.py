@@ -27,10 +27,11 @@ def run(case: Case, driver: FakeDriver, emulation: Emulation) -> dict[str, Any]:
     """Start the engine and decode; the process ends without stopping it.
 
     Returns:
-        tokens: token ids by prompt, then by second turn; cached: tokens of each second turn that
-        came from the cache; steps: until the first prompt is done; steady: mean counts per steady
-        step; waits: calls that waited in the steady steps, by place in the source; faults, missing,
-        errors: messages; start_s, decode_s; slowest: emulated seconds by kernel.
+        tokens: token ids by prompt, then by second turn, or of two requests more, see `_join`;
+        cached: tokens of each second turn that came from the cache; in_graph: whether the target's
+        graphs take a prompt that joins; steps: until the first prompt is done; steady: mean counts
+        per steady step; waits: calls that waited in the steady steps, by place in the source;
+        faults, missing, errors: messages; start_s, decode_s; slowest: emulated seconds by kernel.
     """
     from vllm import EngineArgs, SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -71,13 +72,15 @@ def run(case: Case, driver: FakeDriver, emulation: Emulation) -> dict[str, Any]:
             tokens[output.request_id] = list(output.outputs[0].token_ids)
     first = [tokens[str(i)] for i in range(len(PROMPTS))]
     second, cached = _second_turns(engine, prompts, first, params) if case.long else ([], [])
+    joined, in_graph = ([], True) if case.long else _join(engine, prompts, params)
     done = time.perf_counter()
     steady = steps[_WARM_UP:]
     names = sorted({name for counts in steady for name in counts})
     means = {name: sum(c.get(name, 0) for c in steady) / len(steady) for name in names}
     return {
-        "tokens": first + second,
+        "tokens": first + second + joined,
         "cached": cached,
+        "in_graph": in_graph,
         "steps": len(steps),
         "steady_steps": len(steady),
         "steady": {name: mean for name, mean in means.items() if not name.startswith("at ")},
@@ -134,6 +137,35 @@ def _second_turns(
         outputs |= {output.request_id: output for output in engine.step()}
     found = [outputs[f"next-{i}"] for i in range(len(prompts))]
     return [list(x.outputs[0].token_ids) for x in found], [x.num_cached_tokens for x in found]
+
+
+def _join(engine: Any, prompts: list[dict[str, Any]], params: Any) -> tuple[list[list[int]], bool]:
+    """A longer prompt joins a request that decodes.
+
+    Returns their tokens, and whether that step replayed a graph of the target.
+    """
+    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+
+    replay, replays = ModelCudaGraphManager.run_fullgraph, []
+
+    def run_fullgraph(self: Any, desc: Any) -> Any:
+        replays.append(desc)
+        return replay(self, desc)
+
+    ModelCudaGraphManager.run_fullgraph = run_fullgraph
+    ids = [token for prompt in prompts for token in prompt["prompt_token_ids"]]
+    engine.add_request("decodes", prompts[0], params)
+    for _ in range(3):
+        engine.step()
+    engine.add_request("joins", {"prompt_token_ids": (40 * ids)[:40]}, params)
+    replays.clear()
+    outputs = engine.step()
+    in_graph = bool(replays)
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    tokens = {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
+    ModelCudaGraphManager.run_fullgraph = replay
+    return [tokens["decodes"], tokens["joins"]], in_graph
 
 
 def _adapters(folder: Path) -> list[Any]:

@@ -8,7 +8,7 @@ from datetime import date
 from importlib import metadata
 from typing import Any
 
-from tests.rehearsal.cases import ROOT, Case
+from tests.rehearsal.cases import PROMPTS, ROOT, Case
 
 PAGE = ROOT / "docs" / "rehearsal.md"
 _BEGIN, _END = "<!-- rehearsal:begin -->", "<!-- rehearsal:end -->"
@@ -56,11 +56,14 @@ def problems(cases: list[Case], results: _Results) -> list[str]:
             found.append(f"{case.name}: {result['cached']} cached tokens, not {plain['cached']}")
         if case.long and not all(result["cached"]):
             found.append(f"{case.name}: a second turn found nothing in the cache")
+        if case.takes_prompts and not result["in_graph"]:
+            found.append(f"{case.name}: a prompt that joined was in no graph")
         if case.like_fresh and result["steps"] != plain.get("steps"):
             found.append(f"{case.name}: {result['steps']} steps, a fresh engine {plain['steps']}")
         if case.unlike is not None:
-            pairs = enumerate(zip(result["tokens"], results["plain"].get("tokens", ())))
-            changed = tuple(i for i, (own, usual) in pairs if own != usual[: len(own)])
+            usual = results["plain"].get("tokens", ())[: len(PROMPTS)]
+            pairs = enumerate(zip(result["tokens"], usual))
+            changed = tuple(i for i, (own, before) in pairs if own != before[: len(own)])
             if changed != case.unlike:
                 found.append(f"{case.name}: changed the tokens of prompts {changed}")
         if steady["waits:ours"] > case.waits:

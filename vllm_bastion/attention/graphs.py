@@ -31,9 +31,9 @@ class _FromDepths:
 class BastionCudaGraphManager(ModelCudaGraphManager):
     """Adds a graph for plain steps to each one that takes any mix of trees.
 
-    A graph holds one attention kernel. In the other graphs that is the tree kernel; in these it is
-    vLLM's, as with plain decoding. vLLM's dispatch finds them by their longest request, and under
-    data parallelism only where no rank verifies a tree.
+    A graph holds one attention kernel. In the other graphs that is the tree kernel, which takes
+    prompts too; in these it is vLLM's, as with plain decoding. vLLM's dispatch finds them by their
+    longest request, and under data parallelism only where no rank verifies a tree.
     """
 
     # Whether steps of trees are timed before the first request.
@@ -67,6 +67,16 @@ class BastionCudaGraphManager(ModelCudaGraphManager):
                 yield replace(desc, num_tokens=rows, max_query_len=PLAIN_QUERY_LEN)
             yield desc
 
+    def _takes_prompts(self) -> bool:
+        """Whether a step with prompts may replay a graph of trees.
+
+        Gated delta layers run vLLM's kernels for prompts, some connectors wait in each layer, and
+        layers that share a cache skip most of a prompt.
+        """
+        config = self.vllm_config
+        shared = config.cache_config.kv_sharing_fast_prefill
+        return not (config.model_config.is_hybrid or config.kv_transfer_config or shared)
+
     def capture(self, model: Any, model_state: Any, *args: Any, **kwargs: Any) -> None:
         """Like vLLM's, with the positions of nodes inside."""
         if self.use_breakable_cg:
@@ -87,4 +97,6 @@ class BastionCudaGraphManager(ModelCudaGraphManager):
         elif max_query_len is not None and num_tokens == num_reqs and self.dp_size == 1:
             # Other ranks' rows and requests are not this rank's.
             max_query_len = PLAIN_QUERY_LEN
+        elif max_query_len is None and self._takes_prompts():
+            max_query_len = self.decode_query_len
         return super().dispatch(num_reqs, num_tokens, *args, max_query_len=max_query_len, **kwargs)
