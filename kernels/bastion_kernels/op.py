@@ -3,15 +3,15 @@
 
     @dataclass(slots=True)
     class Double(Op):
-        x: Tensor                        # fields are the arguments
-        def check(self): ...             # raises if they do not fit together
-        def triton(self): ...            # on a GPU
+        x: Annotated[Tensor, "[R, N] int32"]            # fields are the arguments; see `checks`
+        out: Annotated[Tensor, "[>= R, N] int32"]
+        def triton(self):                               # on a GPU
+            self.launch(_kernel, self.x.shape[0])
 
     double = public(Double, cpu="package.module")
 
-`double(x)` checks its arguments and runs the version for the device. `double.triton(x)` and
-`double.cpu(x)` run one version, unchecked. What an op computes is written down in
-`tests/references`.
+`double(x, out)` checks its arguments and runs the version for the device. `double.triton` and
+`double.cpu` run one version, unchecked. What an op computes is written down in `tests/references`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,39 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, ClassVar, Generic, ParamSpec
+from typing import Any, ClassVar, Generic, ParamSpec, cast, get_type_hints
 
-import torch
 from torch import Tensor
 
-from bastion_kernels.checks import check
+from bastion_kernels.checks import Declared, check, declared, quick_check
 
 _P = ParamSpec("_P")
+# A kernel's parameter: its name, the argument that it is found in, and that argument's dimension if
+# it is a stride or a size.
+_Parameter = tuple[str, str, int | None, int | None]
 
 
-class Op:
+class Arguments:
+    """A dataclass some of whose fields are declared tensors."""
+
+    __slots__ = ()
+    declared: ClassVar[dict[str, Declared]]
+    _fits: ClassVar[Callable[[Any], bool]]
+
+    def __init_subclass__(cls) -> None:
+        hints = get_type_hints(cls, include_extras=True)
+        found = {name: getattr(hints[name], "__metadata__", None) for name in cls.__annotations__}
+        cls.declared = {name: declared(one[0]) for name, one in found.items() if one is not None}
+        cls._fits = quick_check(cls.declared)
+
+    def check_declared(self, op: str, **sizes: int) -> None:
+        """Raise unless the fields are as declared, see `checks.check`."""
+        if sizes or not self._fits():
+            tensors = [getattr(self, name) for name in self.declared]
+            check(op, tuple(self.declared), tensors, tuple(self.declared.values()), **sizes)
+
+
+class Op(Arguments):
     """The arguments of one call. Subclasses are dataclasses with slots.
 
     A call raises ValueError (shapes, sizes, strides) or TypeError (dtypes) if its arguments do not
@@ -38,27 +60,52 @@ class Op:
 
     __slots__ = ()
     name: ClassVar[str]
-
-    def expect(
-        self,
-        argument: str,
-        shape: tuple[int | None, ...],
-        *dtypes: torch.dtype,
-        strided: bool = False,
-    ) -> None:
-        """Raise unless this tensor argument has the shape and one of the dtypes; see `check`."""
-        tensor = getattr(self, argument)
-        # What nearly always holds is asked first: a step has about 50 such arguments.
-        if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
-            check(self.name, argument, tensor, shape, *dtypes, strided=strided)
+    # By kernel: its parameters that `launch` finds in the arguments.
+    _parameters: ClassVar[dict[int, list[_Parameter]]]
 
     def check(self) -> None:
-        """Raise ValueError or TypeError if the arguments do not fit together."""
-        raise NotImplementedError
+        """Raise unless the arguments fit together."""
+        self.check_declared(self.name)
 
     def triton(self) -> None:
         """Launch the Triton kernel."""
         raise NotImplementedError
+
+    def launch(self, kernel: Any, *grid: int, **others: Any) -> None:
+        """Launch a kernel; nothing to do if the grid is empty.
+
+        A parameter of the kernel that is not among `others` has the name of an argument, or it is
+        stride_x_r, argument x's stride in its dimension R, or a size of an argument, as declared.
+        """
+        if 0 in grid:
+            return
+        run = kernel[grid]
+        parameters = self._parameters.get(id(kernel))
+        if parameters is None:
+            found = [self._find(name) for name in kernel.arg_names if name not in others]
+            parameters = self._parameters[id(kernel)] = found
+        for name, argument, stride, size in parameters:
+            value = getattr(self, argument)
+            if stride is not None:
+                value = 0 if value is None else value.stride(stride)
+            elif size is not None:
+                value = value.shape[size]
+            others[name] = value
+        run(**others)
+
+    @classmethod
+    def _find(cls, name: str) -> _Parameter:
+        if name in cls.__annotations__:
+            return name, name, None, None
+        if name.startswith("stride_"):
+            argument, _, letter = name.removeprefix("stride_").rpartition("_")
+            letters = [dim.removeprefix(">= ")[0].lower() for dim in cls.declared[argument].dims]
+            return name, argument, letters.index(letter), None
+        return next(
+            (name, argument, None, one.names.index(name))
+            for argument, one in cls.declared.items()
+            if name in one.names
+        )
 
 
 def load(module: str, name: str) -> Any:
@@ -112,6 +159,7 @@ def public(
             by the first call on a CPU. None: Triton only, on a CPU in its interpreter.
         device_of: the argument whose device selects the version; None: the first.
     """
-    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", arguments.__name__).lower()
-    arguments.name = name  # type: ignore[attr-defined]
-    return PublicOp(arguments, name, cpu, device_of or next(iter(arguments.__annotations__)))
+    op = cast(type[Op], arguments)
+    op.name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", op.__name__).lower()
+    op._parameters = {}
+    return PublicOp(arguments, op.name, cpu, device_of or next(iter(op.__annotations__)))

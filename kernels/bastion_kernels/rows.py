@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-import torch
 from torch import Tensor
 
-from bastion_kernels.checks import check
+from bastion_kernels.checks import check_one
 from bastion_kernels.op import Op, public
 from bastion_kernels.triton_or_none import tl, triton
 
@@ -28,7 +28,7 @@ _BLOCK = 128
 
 
 @triton.jit(
-    do_not_specialize=["reqs"],
+    do_not_specialize=["R"],
     # slices that start anywhere in longer buffers: one variant for all alignments
     do_not_specialize_on_alignment=["idx_mapping", "cu_num_logits"],
 )
@@ -37,27 +37,27 @@ def _bind_kernel(
     cu_num_logits,
     slots,
     tail_lens,
-    reqs,
-    total,
+    R,
+    S,
     BLOCK: tl.constexpr,
 ):
     """Grid: (S / BLOCK,)."""
     i_b = tl.program_id(0)
     o_r = i_b * BLOCK + tl.arange(0, BLOCK)
-    m_r = o_r < reqs
+    m_r = o_r < R
     b_slot = tl.load(idx_mapping + o_r, mask=m_r, other=-1).to(tl.int64)
-    tl.store(slots + o_r, b_slot, mask=o_r < total)
+    tl.store(slots + o_r, b_slot, mask=o_r < S)
     if tail_lens is not None:
         b_tail = tl.zeros([BLOCK], tl.int32)
         if cu_num_logits is not None:
             b_end = tl.load(cu_num_logits + o_r + 1, mask=m_r, other=0)
             b_start = tl.load(cu_num_logits + o_r, mask=m_r, other=0)
             b_tail = tl.where(m_r & (b_end - b_start > 1), b_end - b_start, 0)
-        tl.store(tail_lens + o_r, b_tail, mask=o_r < total)
+        tl.store(tail_lens + o_r, b_tail, mask=o_r < S)
 
 
 @triton.jit(
-    do_not_specialize=["stride_path"],
+    do_not_specialize=["stride_path_r"],
     do_not_specialize_on_alignment=[
         "context_start",
         "rows_before",
@@ -85,7 +85,7 @@ def _context_rows_kernel(
     # tuples of [T] int64 and [>= M] int64 (written), or None; variants by alignment
     slot_mappings,
     context_slots,
-    stride_path,
+    stride_path_r,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -101,7 +101,7 @@ def _context_rows_kernel(
     i_b = tl.program_id(1)
     o_r = start + i_b * BLOCK + tl.arange(0, BLOCK)
     o_d = o_r - start - before
-    p_path = path + i_r.to(tl.int64) * stride_path
+    p_path = path + i_r.to(tl.int64) * stride_path_r
     b_node = tl.load(p_path + o_d, mask=(o_d >= 0) & (o_d < WIDTH), other=-1)
     b_source = root + tl.where(b_node >= 0, b_node, tl.minimum(o_d, 0))
     tl.store(source + o_r, b_source, mask=o_r < end)
@@ -122,36 +122,16 @@ def _context_rows_kernel(
 class BindSlots(Op):
     """Store the slots of a batch, and how many rows of each request are a tree."""
 
-    idx_mapping: Tensor
-    """`[R]` int64 or int32, slot of every row; R may be 0."""
-    slots: Tensor
-    """`[S]` int64, written: the R slots, then -1."""
-    tail_lens: Tensor | None = None
-    """`[S]` int32, written: rows of the tail, root included; 0 past the batch, and for a root
-    without nodes (its slot may never have had a tree). None: not written."""
-    cu_num_logits: Tensor | None = None
-    """`[>= R + 1]` int32, first logits row of each request; None: no trees, or only chains, which
-    need no mask."""
-
-    def check(self) -> None:
-        total = self.slots.shape[0]
-        self.expect("idx_mapping", (None,), torch.int64, torch.int32)
-        self.expect("slots", (total,), torch.int64)
-        if self.tail_lens is not None:
-            self.expect("tail_lens", (total,), torch.int32)
-        if self.cu_num_logits is not None:
-            self.expect("cu_num_logits", (None,), torch.int32)
+    idx_mapping: Annotated[Tensor, "[R] int64 or int32"]  # slot of every row; R may be 0
+    slots: Annotated[Tensor, "[S] int64"]  # written: the R slots, then -1
+    # Written: rows of the tail, root included; 0 past the batch, and for a root without nodes (its
+    # slot may never have had a tree). None: not written.
+    tail_lens: Annotated[Tensor | None, "[S] int32"] = None
+    # First logits row of each request; None: no trees, or only chains, which need no mask.
+    cu_num_logits: Annotated[Tensor | None, "[>= R + 1] int32"] = None
 
     def triton(self) -> None:
-        _bind_kernel[(triton.cdiv(self.slots.shape[0], _BLOCK),)](
-            idx_mapping=self.idx_mapping,
-            cu_num_logits=self.cu_num_logits,
-            slots=self.slots,
-            tail_lens=self.tail_lens,
-            reqs=self.idx_mapping.shape[0],
-            total=self.slots.shape[0],
-            BLOCK=_BLOCK,
-        )
+        self.launch(_bind_kernel, triton.cdiv(self.slots.shape[0], _BLOCK), BLOCK=_BLOCK)
 
 
 bind_slots = public(BindSlots, cpu="bastion_kernels.cpu.rows")
@@ -165,72 +145,42 @@ class ContextRows(Op):
     rejected.
     """
 
-    context_start: Tensor
-    """`[R + 1]` int32, first context row of each request."""
-    rows_before: Tensor
-    """`[R]` int32, context rows before the root."""
-    query_start_loc: Tensor
-    """`[R + 1]` int32, first row of each request in the target's batch."""
-    cu_num_logits: Tensor
-    """`[R + 1]` int32, first logits row of each request; its last `cu[r+1] - cu[r]` rows are its
-    tail."""
-    path: Tensor
-    """`[>= R, L + 1]` int32, nodes of the accepted path, -1 past its end."""
-    positions: Tensor
-    """`[T]` int64, position of every row of the target's batch, linear in a request."""
-    num_sampled: Tensor
-    """`[R]` int32, tokens emitted; 0: an unfinished prompt."""
-    num_rejected: Tensor
-    """`[R]` int32, copied for requests that emitted nothing."""
-    source: Tensor
-    """`[>= M]` int64, written: row of the target's batch, M = context_start[R]."""
-    context_positions: Tensor
-    """`[>= M]` int64, written."""
-    context_rejected: Tensor
-    """`[R]` int32, written: context rows from the root on that were rejected."""
-    max_rows: int
-    """Most context rows of any request."""
-    slot_mappings: Sequence[Tensor] = ()
-    """`[T]` int64 of each cache, the slot of every row of the target's batch."""
+    context_start: Annotated[Tensor, "[R + 1] int32"]  # first context row of each request
+    rows_before: Annotated[Tensor, "[R] int32"]  # context rows before the root
+    query_start_loc: Annotated[Tensor, "[R + 1] int32"]  # first row in the target's batch
+    # First logits row of each request; its last `cu[r+1] - cu[r]` rows are its tail.
+    cu_num_logits: Annotated[Tensor, "[R + 1] int32"]
+    path: Annotated[Tensor, "[>= R, WIDTH] int32"]  # nodes of the accepted path, -1 past its end
+    positions: Annotated[Tensor, "[T] int64"]  # of the target's rows, linear in a request
+    num_sampled: Annotated[Tensor, "[R] int32"]  # tokens emitted; 0: an unfinished prompt
+    num_rejected: Annotated[Tensor, "[R] int32"]  # copied for requests that emitted nothing
+    # Written: row of the target's batch, of each of M = context_start[R] context rows or more.
+    source: Annotated[Tensor, "[*] int64"]
+    context_positions: Annotated[Tensor, "[*] int64"]  # written: of each context row
+    context_rejected: Annotated[Tensor, "[R] int32"]  # written: rejected rows from the root on
+    max_rows: int  # most context rows of any request
+    slot_mappings: Sequence[Tensor] = ()  # [T] int64 of each cache: the slot of each target row
+    # [>= M] int64 of each cache, written: the slot of every context row, -1 for rejected ones,
+    # whose positions are 0 then.
     context_slots: Sequence[Tensor] = ()
-    """`[>= M]` int64 of each, written: the slot of every context row, -1 for rejected ones, whose
-    positions are 0 then."""
 
     def check(self) -> None:
-        reqs = self.num_sampled.shape[0]
+        Op.check(self)
         if len(self.slot_mappings) != len(self.context_slots):
             raise ValueError(
                 f"{self.name}: {len(self.slot_mappings)} slot_mappings but "
                 f"{len(self.context_slots)} context_slots"
             )
         for slots in (*self.slot_mappings, *self.context_slots):
-            check(self.name, "slots of a cache", slots, (None,), torch.int64)
-        self.expect("context_start", (reqs + 1,), torch.int32)
-        self.expect("query_start_loc", (reqs + 1,), torch.int32)
-        self.expect("cu_num_logits", (reqs + 1,), torch.int32)
-        for name in ("rows_before", "num_sampled", "num_rejected", "context_rejected"):
-            self.expect(name, (reqs,), torch.int32)
-        self.expect("path", (None, None), torch.int32)
-        for name in ("positions", "source", "context_positions"):
-            self.expect(name, (None,), torch.int64)
+            check_one(self.name, "slots of a cache", slots, "[T] int64")
 
     def triton(self) -> None:
-        _context_rows_kernel[(self.num_sampled.shape[0], triton.cdiv(self.max_rows, _BLOCK))](
-            context_start=self.context_start,
-            rows_before=self.rows_before,
-            query_start_loc=self.query_start_loc,
-            cu_num_logits=self.cu_num_logits,
-            path=self.path,
-            positions=self.positions,
-            num_sampled=self.num_sampled,
-            num_rejected=self.num_rejected,
-            source=self.source,
-            context_positions=self.context_positions,
-            context_rejected=self.context_rejected,
+        self.launch(
+            _context_rows_kernel,
+            self.num_sampled.shape[0],
+            triton.cdiv(self.max_rows, _BLOCK),
             slot_mappings=tuple(self.slot_mappings) or None,
             context_slots=tuple(self.context_slots) or None,
-            stride_path=self.path.stride(0),
-            WIDTH=self.path.shape[1],
             BLOCK=_BLOCK,
         )
 

@@ -32,10 +32,10 @@ def test_numbers_that_do_not_fit_are_named(step: Step) -> None:
     refuses("P is 1 or M = 4, got 2", expand_best_first, tokens, rows[:, :, :2], 2, *rest)
     _, (*given, _, starts, ends, scratch), _ = step.ops["size"]
     refuses("total must be at least 0, got -1", take_best, *given, -1, starts, ends, scratch)
-    refuses("rows_start must have room", take_best, *given, 1, starts, ends[:1], scratch)
+    refuses("rows_start must have shape", take_best, *given, 1, starts, ends[:1], scratch)
     _, (slots, bound, tails, starts), _ = step.ops["bind_tails"]
     refuses("tail_lens must have shape", bind_slots, slots, bound, tails[:1], starts)
     _, (sources, chosen, outs), _ = step.ops["gather"]
     refuses("5 sources but 0 outs", gather_rows, sources, chosen, [])
     refuses("its output", gather_rows, sources, chosen, [out.double() for out in outs])
-    refuses("do not fit an output of 0", gather_rows, sources, chosen, [out[:0] for out in outs])
+    refuses("its output must have shape", gather_rows, sources, chosen, [out[:0] for out in outs])

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-import torch
 from torch import Tensor
 
-from bastion_kernels.checks import check
+from bastion_kernels.checks import check_one
 from bastion_kernels.op import Op, public
 from bastion_kernels.triton_or_none import tl, triton
 
@@ -52,35 +52,30 @@ def _gather_kernel(
 class GatherRows(Op):
     """Write `outs[i][m] = sources[i][rows[m]]`; a row of -1 leaves its output row as it is."""
 
-    sources: Sequence[Tensor]
-    """Matrices `[T, H_i]`, any dtype, contiguous rows."""
-    rows: Tensor
-    """`[M]` int64, row numbers into the sources, or -1."""
-    outs: Sequence[Tensor]
-    """Matrices `[>= M, H_i]` of the sources' dtypes, contiguous rows; must not overlap the
-    sources."""
+    sources: Sequence[Tensor]  # matrices [T, H_i], any dtype, contiguous rows
+    rows: Annotated[Tensor, "[M] int64"]  # row numbers into the sources, or -1
+    outs: Sequence[Tensor]  # matrices [>= M, H_i] of their dtypes; must not overlap them
 
     def check(self) -> None:
-        self.expect("rows", (None,), torch.int64)
-        count = self.rows.shape[0]
+        Op.check(self)
         if len(self.sources) != len(self.outs):
             raise ValueError(f"{self.name}: {len(self.sources)} sources but {len(self.outs)} outs")
         for source, out in zip(self.sources, self.outs, strict=True):
-            check(self.name, "a source", source, (None, None), source.dtype)
-            check(self.name, "its output", out, (None, source.shape[1]), source.dtype)
-            if out.shape[0] < count:
-                raise ValueError(
-                    f"{self.name}: {count} rows do not fit an output of {out.shape[0]}"
-                )
+            check_one(self.name, "a source", source, "[T, H]")
+            sizes = {"M": self.rows.shape[0], "H": source.shape[1]}
+            check_one(self.name, "its output", out, "[>= M, H]", **sizes)
+            if source.dtype != out.dtype:
+                raise TypeError(f"{self.name}: its output must be {source.dtype}, got {out.dtype}")
 
     def triton(self) -> None:
         widths = tuple(source.shape[1] for source in self.sources)
-        if not widths or self.rows.shape[0] == 0:
-            return
-        _gather_kernel[(self.rows.shape[0], triton.cdiv(max(widths), _BLOCK), len(widths))](
+        self.launch(
+            _gather_kernel,
+            self.rows.shape[0],
+            triton.cdiv(max(widths, default=0), _BLOCK),
+            len(widths),
             sources=tuple(self.sources),
             outs=tuple(self.outs),
-            rows=self.rows,
             stride_sources=tuple(source.stride(0) for source in self.sources),
             stride_outs=tuple(out.stride(0) for out in self.outs),
             widths=widths,

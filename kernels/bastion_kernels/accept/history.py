@@ -12,8 +12,8 @@ logits row. The other two ops treat them as vLLM's processors treat emitted toke
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-import torch
 from torch import Tensor
 
 from bastion_kernels.op import Op, public
@@ -24,7 +24,7 @@ _BLOCK = 64
 
 # With chunked verification, slices start at any row of a batch: compile no variants by alignment.
 @triton.jit(
-    do_not_specialize=["rows"],
+    do_not_specialize=["P"],
     do_not_specialize_on_alignment=[
         "node_ids",
         "slots",
@@ -40,7 +40,7 @@ def _ancestors_kernel(
     nodes,
     out_tokens,
     out_depths,
-    rows,
+    P,
     stride_parents_s,
     N: tl.constexpr,
     D: tl.constexpr,
@@ -49,7 +49,7 @@ def _ancestors_kernel(
     """Grid: (L / BLOCK,)."""
     i_b = tl.program_id(0)
     o_r = i_b * BLOCK + tl.arange(0, BLOCK)
-    m_r = o_r < rows
+    m_r = o_r < P
     b_slot = tl.load(slots + o_r, mask=m_r, other=0).to(tl.int64)
     b_first = tl.load(nodes + o_r, mask=m_r, other=0).to(tl.int32)
     p_parents = parents + b_slot * stride_parents_s - 1
@@ -77,38 +77,17 @@ class AncestorTokens(Op):
     The rows of a request are consecutive, its root first.
     """
 
-    node_ids: Tensor
-    """`[P]` integer, input token of every logits row."""
-    parents: Tensor
-    """`[S, N]` int32, node number of each column's parent."""
-    slots: Tensor
-    """`[P]` integer, request slot of each row."""
-    nodes: Tensor
-    """`[P]` integer, node number of each row, 0 = root."""
-    out_tokens: Tensor
-    """`[P, L]` int64 contiguous, written: tokens at depth 1, 2, .., ending with the row's own; then
-    -1."""
-    out_depths: Tensor
-    """`[P]` int32, written: the number of those tokens."""
-
-    def check(self) -> None:
-        integers, rows = (torch.int32, torch.int64), self.out_tokens.shape[0]
-        self.expect("node_ids", (rows,), *integers)
-        self.expect("parents", (None, None), torch.int32)
-        self.expect("slots", (rows,), *integers)
-        self.expect("nodes", (rows,), *integers)
-        self.expect("out_tokens", (rows, None), torch.int64)
-        self.expect("out_depths", (rows,), torch.int32)
+    node_ids: Annotated[Tensor, "[P] int32 or int64"]  # input token of every logits row
+    parents: Annotated[Tensor, "[S, N] int32"]  # node number of each column's parent
+    slots: Annotated[Tensor, "[P] int32 or int64"]  # request slot of each row
+    nodes: Annotated[Tensor, "[P] int32 or int64"]  # node number of each row, 0 = root
+    # Written, contiguous: tokens at depth 1, 2, .., ending with the row's own; then -1.
+    out_tokens: Annotated[Tensor, "[P, D] int64"]
+    out_depths: Annotated[Tensor, "[P] int32"]  # written: the number of those tokens
 
     def triton(self) -> None:
-        rows, width = self.out_tokens.shape
-        if rows:
-            _ancestors_kernel[(triton.cdiv(rows, _BLOCK),)](
-                node_ids=self.node_ids, parents=self.parents, slots=self.slots, nodes=self.nodes,
-                out_tokens=self.out_tokens, out_depths=self.out_depths, rows=rows,
-                stride_parents_s=self.parents.stride(0), N=self.parents.shape[1], D=width,
-                BLOCK=_BLOCK, num_warps=2,
-            )  # fmt: skip
+        blocks = triton.cdiv(self.out_tokens.shape[0], _BLOCK)
+        self.launch(_ancestors_kernel, blocks, BLOCK=_BLOCK, num_warps=2)
 
 
 ancestor_tokens = public(AncestorTokens, cpu="bastion_kernels.cpu.history")
@@ -124,7 +103,7 @@ def _penalise_kernel(
     frequency,
     presence,
     counts,
-    stride_logits_s,
+    stride_logits_p,
     stride_counts_s,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -146,7 +125,7 @@ def _penalise_kernel(
         b_value *= tl.where(b_value > 0, 1.0 / b_repetition, b_repetition)
         b_value -= b_frequency * b_count
         b_value -= b_presence * (b_count > 0)
-        tl.store(logits + i_r * stride_logits_s + b_token, b_value, mask=m_token)
+        tl.store(logits + i_r * stride_logits_p + b_token, b_value, mask=m_token)
 
 
 @dataclass(slots=True)
@@ -157,44 +136,19 @@ class PenaliseAncestors(Op):
     Rows of slots without a penalty are unchanged.
     """
 
-    logits: Tensor
-    """`[P, V]` fp32, written at `tokens`."""
-    before: Tensor
-    """`[P, L]` fp32 contiguous, the logits of `tokens` before any penalty; arbitrary where `tokens`
-    is -1."""
-    tokens: Tensor
-    """`[P, L]` int64 contiguous, see `ancestor_tokens`."""
-    slots: Tensor
-    """`[P]` integer, request slot of each row."""
-    repetition: Tensor
-    """`[S]` fp32."""
-    frequency: Tensor
-    """`[S]` fp32."""
-    presence: Tensor
-    """`[S]` fp32."""
-    counts: Tensor
-    """`[S, V]` int32, number of times each token was emitted."""
-
-    def check(self) -> None:
-        (rows, width) = self.tokens.shape
-        self.expect("logits", (rows, None), torch.float32)
-        self.expect("before", (rows, width), torch.float32)
-        self.expect("tokens", (rows, width), torch.int64)
-        self.expect("slots", (rows,), torch.int32, torch.int64)
-        for name in ("repetition", "frequency", "presence"):
-            self.expect(name, (None,), torch.float32)
-        self.expect("counts", (None, self.logits.shape[1]), torch.int32)
+    logits: Annotated[Tensor, "[P, V] float32"]  # written at `tokens`
+    # Contiguous, the logits of `tokens` before any penalty; arbitrary where `tokens` is -1.
+    before: Annotated[Tensor, "[P, D] float32"]
+    tokens: Annotated[Tensor, "[P, D] int64"]  # contiguous, of `ancestor_tokens`
+    slots: Annotated[Tensor, "[P] int32 or int64"]  # request slot of each row
+    repetition: Annotated[Tensor, "[S] float32"]
+    frequency: Annotated[Tensor, "[S] float32"]
+    presence: Annotated[Tensor, "[S] float32"]
+    counts: Annotated[Tensor, "[S, V] int32"]  # number of times each token was emitted
 
     def triton(self) -> None:
         rows, width = self.tokens.shape
-        if rows:
-            _penalise_kernel[(rows,)](
-                logits=self.logits, before=self.before, tokens=self.tokens, slots=self.slots,
-                repetition=self.repetition, frequency=self.frequency, presence=self.presence,
-                counts=self.counts, stride_logits_s=self.logits.stride(0),
-                stride_counts_s=self.counts.stride(0), D=width, BLOCK=triton.next_power_of_2(width),
-                num_warps=1,
-            )  # fmt: skip
+        self.launch(_penalise_kernel, rows, BLOCK=triton.next_power_of_2(width), num_warps=1)
 
 
 penalise_ancestors = public(PenaliseAncestors, cpu="bastion_kernels.cpu.history")
@@ -212,7 +166,7 @@ def _bad_words_kernel(
     emitted,
     prompt_len,
     total_len,
-    stride_logits_s,
+    stride_logits_p,
     stride_word_tokens_s,
     stride_word_offsets_s,
     stride_emitted_s,
@@ -238,59 +192,27 @@ def _bad_words_kernel(
             start += 1
             place += 1
         if match:
-            tl.store(logits + i_r * stride_logits_s + tl.load(p_word + last), -float("inf"))
+            tl.store(logits + i_r * stride_logits_p + tl.load(p_word + last), -float("inf"))
 
 
 @dataclass(slots=True)
 class MaskBadWords(Op):
     """Set a bad word's last token to -inf where output plus ancestors end in its other tokens."""
 
-    logits: Tensor
-    """`[P, V]` fp32, written."""
-    tokens: Tensor
-    """`[P, L]` int64 contiguous, `out_tokens` of `ancestor_tokens`."""
-    depths: Tensor
-    """`[P]` int32, `out_depths` of `ancestor_tokens`."""
-    slots: Tensor
-    """`[P]` integer, request slot of each row."""
-    word_tokens: Tensor
-    """`[S, X]` int32, the concatenated words of a slot."""
-    word_offsets: Tensor
-    """`[S, Y + 1]` int32, start of each word, and end of the last."""
-    num_words: Tensor
-    """`[S]` int32."""
-    emitted: Tensor
-    """`[S, M]` int32, prompt and output."""
-    prompt_len: Tensor
-    """`[S]` int32, start of the output."""
-    total_len: Tensor
-    """`[S]` int32, end of the output."""
-    max_words: int
-    """Upper bound of `num_words` over the slots of these rows."""
-
-    def check(self) -> None:
-        (rows, width) = self.tokens.shape
-        self.expect("logits", (rows, None), torch.float32)
-        self.expect("tokens", (rows, width), torch.int64)
-        self.expect("depths", (rows,), torch.int32)
-        self.expect("slots", (rows,), torch.int32, torch.int64)
-        for name in ("word_tokens", "word_offsets", "emitted"):
-            self.expect(name, (None, None), torch.int32)
-        for name in ("num_words", "prompt_len", "total_len"):
-            self.expect(name, (None,), torch.int32)
+    logits: Annotated[Tensor, "[P, V] float32"]  # written
+    tokens: Annotated[Tensor, "[P, D] int64"]  # contiguous, of `ancestor_tokens`
+    depths: Annotated[Tensor, "[P] int32"]  # `out_depths` of `ancestor_tokens`
+    slots: Annotated[Tensor, "[P] int32 or int64"]  # request slot of each row
+    word_tokens: Annotated[Tensor, "[S, *] int32"]  # the concatenated words of a slot
+    word_offsets: Annotated[Tensor, "[S, *] int32"]  # start of each word, and end of the last
+    num_words: Annotated[Tensor, "[S] int32"]
+    emitted: Annotated[Tensor, "[S, *] int32"]  # prompt and output
+    prompt_len: Annotated[Tensor, "[S] int32"]  # start of the output
+    total_len: Annotated[Tensor, "[S] int32"]  # end of the output
+    max_words: int  # upper bound of `num_words` over the slots of these rows
 
     def triton(self) -> None:
-        rows, width = self.tokens.shape
-        if rows and self.max_words:
-            _bad_words_kernel[(rows, self.max_words)](
-                logits=self.logits, tokens=self.tokens, depths=self.depths, slots=self.slots,
-                word_tokens=self.word_tokens, word_offsets=self.word_offsets,
-                num_words=self.num_words, emitted=self.emitted, prompt_len=self.prompt_len,
-                total_len=self.total_len, stride_logits_s=self.logits.stride(0),
-                stride_word_tokens_s=self.word_tokens.stride(0),
-                stride_word_offsets_s=self.word_offsets.stride(0),
-                stride_emitted_s=self.emitted.stride(0), D=width, num_warps=1,
-            )  # fmt: skip
+        self.launch(_bad_words_kernel, self.tokens.shape[0], self.max_words, num_warps=1)
 
 
 mask_bad_words = public(MaskBadWords, cpu="bastion_kernels.cpu.history")

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from bastion_kernels.attention.kv_layout import KVLayout
-from bastion_kernels.checks import check
+from bastion_kernels.checks import check_one
 from bastion_kernels.op import load
 from bastion_kernels.triton_or_none import tl, triton
 
@@ -184,7 +184,7 @@ class KVCompactor:
             )
         unique: dict[tuple[object, ...], tuple[Tensor, int, KVLayout | None]] = {}
         for cache, group, layout in zip(caches, groups, layouts, strict=True):
-            check("KVCompactor", "a cache", cache, (None, None, None, None), cache.dtype)
+            check_one("KVCompactor", "a cache", cache, "[*, *, *, *]")
             if cache.shape[0] * cache.shape[2] >= 2**31:
                 raise ValueError(f"KVCompactor: {cache.shape[0]} blocks have too many slots")
             key = (group, cache.data_ptr(), cache.dtype, tuple(cache.shape), cache.stride())
@@ -258,10 +258,10 @@ class KVCompactor:
                 its end. Ignored for a request without a tail.
         """
         op, num_reqs = "KVCompactor.compact", path.shape[0]
-        check(op, "slot_mappings", slot_mappings, (None, None), torch.int64)
-        check(op, "query_start_loc", query_start_loc, (num_reqs + 1,), torch.int32)
-        check(op, "cu_num_logits", cu_num_logits, (num_reqs + 1,), torch.int32)
-        check(op, "path", path, (num_reqs, None), torch.int32)
+        check_one(op, "slot_mappings", slot_mappings, "[*, *] int64")
+        check_one(op, "query_start_loc", query_start_loc, "[R + 1] int32", R=num_reqs)
+        check_one(op, "cu_num_logits", cu_num_logits, "[R + 1] int32", R=num_reqs)
+        check_one(op, "path", path, "[R, *] int32", R=num_reqs)
         if num_reqs == 0:
             return
         run = self.compact_triton if self._on_gpu else self.compact_cpu

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-import torch
 from torch import Tensor
 
 from bastion_kernels.op import Op, public
@@ -48,41 +48,24 @@ def _sources_kernel(
 class CountSources(Op):
     """Add a step's verified nodes and accepted tokens to the counts of their sources."""
 
-    sources: Tensor
-    """`[S, N]` int32 of `expand_best_first`: 1 the drafter, 2 a copy, 3 both, 0 unused."""
-    slots: Tensor
-    """`[R]` int64 or int32, request slot of each row, or -1."""
-    cu_num_logits: Tensor
-    """`[>= R + 1]` int32, first logits row of each request: its root, then its nodes."""
-    path: Tensor
-    """`[R, L + 1]` int32, accepted node numbers from the root (0) down; then -1."""
-    counts: Tensor
-    """`[2, 3]` int32, added to: nodes, then accepted tokens, of the drafter, a copy, both."""
-
-    def check(self) -> None:
-        self.expect("sources", (None, None), torch.int32)
-        self.expect("slots", (None,), torch.int64, torch.int32)
-        self.expect("cu_num_logits", (None,), torch.int32)
-        self.expect("path", (self.slots.shape[0], None), torch.int32)
-        self.expect("counts", (2, 3), torch.int32)
+    # Of `expand_best_first`: 1 the drafter, 2 a copy, 3 both, 0 unused.
+    sources: Annotated[Tensor, "[S, N] int32"]
+    slots: Annotated[Tensor, "[R] int64 or int32"]  # request slot of each row, or -1
+    # First logits row of each request: its root, then its nodes.
+    cu_num_logits: Annotated[Tensor, "[>= R + 1] int32"]
+    # Accepted node numbers from the root (0) down; then -1.
+    path: Annotated[Tensor, "[R, LENGTH] int32"]
+    # Added to: nodes, then accepted tokens, of the drafter, a copy, both.
+    counts: Annotated[Tensor, "[2, 3] int32"]
 
     def triton(self) -> None:
-        reqs, limit = self.slots.shape[0], self.sources.shape[1]
-        if reqs:
-            _sources_kernel[(reqs,)](
-                sources=self.sources,
-                slots=self.slots,
-                cu_num_logits=self.cu_num_logits,
-                path=self.path,
-                counts=self.counts,
-                stride_sources_s=self.sources.stride(0),
-                stride_path_r=self.path.stride(0),
-                N=limit,
-                LENGTH=self.path.shape[1],
-                BLOCK=triton.next_power_of_2(limit),
-                LENGTH_PAD=triton.next_power_of_2(self.path.shape[1]),
-                num_warps=1,
-            )
+        self.launch(
+            _sources_kernel,
+            self.slots.shape[0],
+            BLOCK=triton.next_power_of_2(self.sources.shape[1]),
+            LENGTH_PAD=triton.next_power_of_2(self.path.shape[1]),
+            num_warps=1,
+        )
 
 
 count_sources = public(CountSources, cpu="bastion_kernels.cpu.ngram")

@@ -14,8 +14,8 @@ drawn at the node) and one minimum over the columns (the first child with that t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-import torch
 from torch import Tensor
 
 from bastion_kernels.op import Op, public
@@ -91,54 +91,23 @@ class AcceptPath(Op):
     -1, tokens 0, count 0.
     """
 
-    sampled: Tensor
-    """`[P]` int64, token drawn at every logits row."""
-    node_ids: Tensor
-    """`[P]` int32 or int64, input token of every logits row."""
-    parents: Tensor
-    """`[S, N]` int32, node number of each column's parent; -1 unused."""
-    slots: Tensor
-    """`[R]` int64, request slot of each row, or -1."""
-    cu_num_logits: Tensor
-    """`[R+1]` int32, first logits row of each request."""
-    out_path: Tensor
-    """`[R, L + 1]` int32, node number at depth 0, 1, ..; -1 past the end, written."""
-    out_tokens: Tensor
-    """`[R, L + 1]` int64, accepted tokens and the bonus token; 0 past the end, written."""
-    num_sampled: Tensor
-    """`[R]` int32, tokens emitted, written."""
-
-    def check(self) -> None:
-        reqs, longest = self.out_path.shape
-        self.expect("sampled", (None,), torch.int64)
-        self.expect("node_ids", (self.sampled.shape[0],), torch.int32, torch.int64)
-        self.expect("parents", (None, None), torch.int32)
-        self.expect("slots", (reqs,), torch.int64)
-        self.expect("cu_num_logits", (reqs + 1,), torch.int32)
-        self.expect("out_path", (reqs, longest), torch.int32)
-        self.expect("out_tokens", (reqs, longest), torch.int64)
-        self.expect("num_sampled", (reqs,), torch.int32)
+    sampled: Annotated[Tensor, "[P] int64"]  # token drawn at every logits row
+    node_ids: Annotated[Tensor, "[P] int32 or int64"]  # input token of every logits row
+    parents: Annotated[Tensor, "[S, N] int32"]  # node number of each column's parent; -1 unused
+    slots: Annotated[Tensor, "[R] int64"]  # request slot of each row, or -1
+    cu_num_logits: Annotated[Tensor, "[R + 1] int32"]  # first logits row of each request
+    # Written: node number at depth 0, 1, ..; -1 past the end.
+    out_path: Annotated[Tensor, "[R, LENGTH] int32"]
+    # Written: accepted tokens and the bonus token; 0 past the end.
+    out_tokens: Annotated[Tensor, "[R, LENGTH] int64"]
+    num_sampled: Annotated[Tensor, "[R] int32"]  # written: tokens emitted
 
     def triton(self) -> None:
         reqs, length = self.out_path.shape
-        limit = self.parents.shape[1]
-        if reqs == 0:
-            return
-        _accept_kernel[(reqs,)](
-            sampled=self.sampled,
-            node_ids=self.node_ids,
-            parents=self.parents,
-            slots=self.slots,
-            cu_num_logits=self.cu_num_logits,
-            out_path=self.out_path,
-            out_tokens=self.out_tokens,
-            num_sampled=self.num_sampled,
-            stride_parents_s=self.parents.stride(0),
-            stride_out_path_r=self.out_path.stride(0),
-            stride_out_tokens_r=self.out_tokens.stride(0),
-            N=limit,
-            LENGTH=length,
-            BLOCK=max(32, triton.next_power_of_2(limit)),
+        self.launch(
+            _accept_kernel,
+            reqs,
+            BLOCK=max(32, triton.next_power_of_2(self.parents.shape[1])),
             LENGTH_PAD=triton.next_power_of_2(length),
             num_warps=1,
         )

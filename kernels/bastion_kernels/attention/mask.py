@@ -12,8 +12,8 @@ sequence.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-import torch
 from torch import Tensor
 
 from bastion_kernels.op import Op, public
@@ -60,7 +60,7 @@ def _bits_kernel(
         tl.store(out + o_out, b_bits, mask=(o_n[:, None] <= N) & (o_w[None, :] < WORDS))
 
 
-@triton.jit(do_not_specialize=["rows", "reqs", "steps"])
+@triton.jit(do_not_specialize=["T", "R", "steps"])
 def _positions_kernel(
     positions,
     depths,
@@ -68,8 +68,8 @@ def _positions_kernel(
     query_start_loc,
     tail_lens,
     out,
-    rows,
-    reqs,
+    T,
+    R,
     steps,
     stride_depths_s,
     N: tl.constexpr,
@@ -78,9 +78,9 @@ def _positions_kernel(
     """Grid: (ceil(T / BLOCK),). Each row finds its request by binary search in query_start_loc."""
     i_b = tl.program_id(0)
     o_r = i_b * BLOCK + tl.arange(0, BLOCK)
-    m_r = o_r < rows
-    m_inside = m_r & (o_r < tl.load(query_start_loc + reqs))
-    b_low, b_high = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32) + reqs
+    m_r = o_r < T
+    m_inside = m_r & (o_r < tl.load(query_start_loc + R))
+    b_low, b_high = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32) + R
     for _ in range(steps):  # the last request that starts at or before the row
         b_middle = (b_low + b_high) // 2
         m_later = tl.load(query_start_loc + b_middle, mask=m_inside, other=0) > o_r
@@ -106,31 +106,18 @@ class AncestorBits(Op):
     get no bits at all, not even their own.
     """
 
-    parents: Tensor
-    """`[S, N]` int32, node number of each column's parent, at most the column; -1 unused."""
-    slots: Tensor
-    """`[R]` int64, request slot of each row, or -1: nothing written."""
-    out: Tensor
-    """`[S, N + 1, ceil((N + 1) / 32)]` int32, written in full for the slots of active rows."""
-
-    def check(self) -> None:
-        (num_slots, limit) = self.parents.shape
-        self.expect("parents", (num_slots, limit), torch.int32)
-        self.expect("slots", (None,), torch.int64)
-        self.expect("out", (num_slots, limit + 1, limit // 32 + 1), torch.int32)
+    # Node number of each column's parent, at most the column; -1 unused.
+    parents: Annotated[Tensor, "[S, N] int32"]
+    slots: Annotated[Tensor, "[R] int64"]  # request slot of each row, or -1: nothing written
+    # Written in full for the slots of active rows.
+    out: Annotated[Tensor, "[S, N + 1, N // 32 + 1] int32"]
 
     def triton(self) -> None:
-        reqs, limit, words = self.slots.shape[0], self.parents.shape[1], self.out.shape[2]
-        if reqs == 0:
-            return
-        _bits_kernel[(reqs, triton.cdiv(limit + 1, _NODES))](
-            parents=self.parents,
-            slots=self.slots,
-            out=self.out,
-            stride_parents_s=self.parents.stride(0),
-            stride_out_s=self.out.stride(0),
-            stride_out_n=self.out.stride(1),
-            N=limit,
+        blocks, words = triton.cdiv(self.parents.shape[1] + 1, _NODES), self.out.shape[2]
+        self.launch(
+            _bits_kernel,
+            self.slots.shape[0],
+            blocks,
             WORDS=words,
             WORDS_PAD=triton.next_power_of_2(words),
             NODES=_NODES,
@@ -149,46 +136,17 @@ class TreePositions(Op):
     inert requests and rows past the last request are copied.
     """
 
-    positions: Tensor
-    """`[T]` int64, linear positions."""
-    depths: Tensor
-    """`[S, N]` int32, depth of each draft node, by slot."""
-    slots: Tensor
-    """`[R]` int64, request slot of each row of the batch, or -1."""
-    query_start_loc: Tensor
-    """`[R+1]` int32, first row of each request."""
-    tail_lens: Tensor
-    """`[R]` int32, rows of each request's tail; see `bind_slots`."""
-    out: Tensor
-    """`[T]` int64, written; may be `positions` itself."""
-
-    def check(self) -> None:
-        reqs = self.slots.shape[0]
-        self.expect("positions", (None,), torch.int64)
-        self.expect("depths", (None, None), torch.int32)
-        self.expect("slots", (reqs,), torch.int64)
-        self.expect("query_start_loc", (reqs + 1,), torch.int32)
-        self.expect("tail_lens", (reqs,), torch.int32)
-        self.expect("out", (self.positions.shape[0],), torch.int64)
+    positions: Annotated[Tensor, "[T] int64"]  # linear positions
+    depths: Annotated[Tensor, "[S, N] int32"]  # depth of each draft node, by slot
+    slots: Annotated[Tensor, "[R] int64"]  # request slot of each row of the batch, or -1
+    query_start_loc: Annotated[Tensor, "[R + 1] int32"]  # first row of each request
+    tail_lens: Annotated[Tensor, "[R] int32"]  # rows of each request's tail; see `bind_slots`
+    out: Annotated[Tensor, "[T] int64"]  # written; may be `positions` itself
 
     def triton(self) -> None:
-        rows, reqs = self.positions.shape[0], self.slots.shape[0]
-        if rows == 0:
-            return
-        _positions_kernel[(triton.cdiv(rows, _ROWS),)](
-            positions=self.positions,
-            depths=self.depths,
-            slots=self.slots,
-            query_start_loc=self.query_start_loc,
-            tail_lens=self.tail_lens,
-            out=self.out,
-            rows=rows,
-            reqs=reqs,
-            steps=reqs.bit_length(),
-            stride_depths_s=self.depths.stride(0),
-            N=self.depths.shape[1],
-            BLOCK=_ROWS,
-        )
+        blocks = triton.cdiv(self.positions.shape[0], _ROWS)
+        steps = self.slots.shape[0].bit_length()
+        self.launch(_positions_kernel, blocks, steps=steps, BLOCK=_ROWS)
 
 
 tree_positions = public(TreePositions, cpu="bastion_kernels.cpu.mask")

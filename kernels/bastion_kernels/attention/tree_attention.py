@@ -30,7 +30,7 @@ from bastion_kernels.attention.kernels import tree_attention_kernel
 from bastion_kernels.attention.kv_layout import KVLayout
 from bastion_kernels.attention.plan import BUNDLE_FIELDS, RUN_FIELDS
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
-from bastion_kernels.checks import check
+from bastion_kernels.checks import check_one
 from bastion_kernels.op import load
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -115,9 +115,10 @@ class AttentionLayer:
         if window:
             if step.depths is None:
                 raise ValueError(f"{name}: a window counts positions, which need depths")
-            check(name, "depths", step.depths, (step.ancestor_bits.shape[0], tail - 1), torch.int32)
+            sizes = {"S": step.ancestor_bits.shape[0], "N": tail - 1}
+            check_one(name, "depths", step.depths, "[S, N] int32", **sizes)
         if self.sinks is not None:
-            check(name, "sinks", self.sinks, (heads,), torch.float32)
+            check_one(name, "sinks", self.sinks, "[HEADS] float32", HEADS=heads)
         if kv_cache.dim() != 4 or kv_cache.shape[3] != 2 * dim or heads % kv_cache.shape[1]:
             raise ValueError(
                 f"{name}: kv_cache must be [blocks, Hkv, block_size, 2d] with Hkv dividing the "

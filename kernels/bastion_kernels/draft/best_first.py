@@ -25,30 +25,27 @@ the M candidates.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-import torch
 from torch import Tensor
 
-from bastion_kernels.checks import check
 from bastion_kernels.draft.best_first_kernel import expand_kernel
 from bastion_kernels.draft.candidates import ReadsCandidates
-from bastion_kernels.op import public
+from bastion_kernels.op import Arguments, public
 from bastion_kernels.triton_or_none import triton
 
 
 @dataclass(frozen=True)
-class NgramRows:
+class NgramRows(Arguments):
     """Output of `mix_ngram`, and the source of each node. L depths, at least D."""
 
-    tokens: Tensor
-    """`[R, L]` int32, the n-gram draft."""
-    places: Tensor
-    """`[R, L]` int32, its index among the candidates, M where it is none of them, -1 without."""
-    rows: Tensor
-    """`[R, L, M + 1]` fp32, log q' of a node on it."""
-    sources: Tensor
-    """`[S, N]` int32, written: 1 for a node of the drafter alone, 2 of the n-gram draft alone, 3 of
-    both, 0 for an unused column."""
+    tokens: Annotated[Tensor, "[R, L] int32"]  # the n-gram draft
+    # Its index among the candidates, M where it is none of them, -1 without.
+    places: Annotated[Tensor, "[R, L] int32"]
+    rows: Annotated[Tensor, "[R, L, M + 1] float32"]  # log q' of a node on it
+    # Written: 1 for a node of the drafter alone, 2 of the n-gram draft alone, 3 of both, 0 for an
+    # unused column.
+    sources: Annotated[Tensor, "[S, N] int32"]
 
 
 @dataclass(slots=True)
@@ -67,49 +64,27 @@ class ExpandBestFirst(ReadsCandidates):
             fields of a frontier entry (N 4096; D and M 255).
     """
 
-    candidates: Tensor
-    """`[R, D, M]` int32, tokens of each depth."""
-    logprobs: Tensor
-    """`[R, D, P, M]` fp32, log q of candidate [.., m] in row [.., p, ..]. At the first depth only
-    row 0 is read, the root's. A value above 0 is read as 0. With P = 1, candidates must be in
-    order, best first. With P = M, row p is that of candidate p of the depth above."""
-    top_k: int
-    """Most children of a node; 1 gives a chain of min(D, N) nodes."""
-    slots: Tensor
-    """`[R]` int64, request slot of each row, or -1."""
-    out_tokens: Tensor
-    """`[R, N]` int64, written."""
-    parents: Tensor
-    """`[S, N]` int32, node number of the parent, written."""
-    depths: Tensor
-    """`[S, N]` int32, 1..L, written."""
-    log_rho: Tensor
-    """`[S, N]` fp32, path scores, written."""
-    num_nodes: Tensor
-    """`[S]` int32, columns in use, written."""
-    ngram: NgramRows | None = None
-    """N-gram drafts that may become branches of these trees; None: none."""
+    candidates: Annotated[Tensor, "[R, D, M] int32, strided"]  # tokens of each depth
+    # log q of candidate [.., m] in row [.., p, ..]. At the first depth only row 0 is read, the
+    # root's. A value above 0 is read as 0. With P = 1, candidates must be in order, best first.
+    # With P = M, row p is that of candidate p of the depth above.
+    logprobs: Annotated[Tensor, "[R, D, P, M] float32, strided"]
+    top_k: int  # most children of a node; 1 gives a chain of min(D, N) nodes
+    slots: Annotated[Tensor, "[R] int64"]  # request slot of each row, or -1
+    out_tokens: Annotated[Tensor, "[R, N] int64"]  # written
+    parents: Annotated[Tensor, "[S, N] int32"]  # written: node number of the parent
+    depths: Annotated[Tensor, "[S, N] int32"]  # written: 1..L
+    log_rho: Annotated[Tensor, "[S, N] float32"]  # written: path scores
+    num_nodes: Annotated[Tensor, "[S] int32"]  # written: columns in use
+    ngram: NgramRows | None = None  # n-gram drafts that may become branches of these trees
 
     def check(self) -> None:
-        reqs, depth, width = self.candidates.shape
-        num_slots, limit = self.parents.shape
-        self.check_candidates()
-        self.expect("slots", (reqs,), torch.int64)
-        self.expect("out_tokens", (reqs, limit), torch.int64)
-        self.expect("parents", (num_slots, limit), torch.int32)
-        self.expect("depths", (num_slots, limit), torch.int32)
-        self.expect("log_rho", (num_slots, limit), torch.float32)
-        self.expect("num_nodes", (num_slots,), torch.int32)
-        if self.ngram is not None:
-            length, kind = self.ngram.tokens.shape[1], torch.int32
-            for name, shape, dtype in (
-                ("tokens", (reqs, length), kind),
-                ("places", (reqs, length), kind),
-                ("rows", (reqs, length, width + 1), torch.float32),
-                ("sources", (num_slots, limit), kind),
-            ):
-                check(self.name, f"ngram.{name}", getattr(self.ngram, name), shape, dtype)
-            if not depth <= length <= 254:
+        ReadsCandidates.check(self)
+        (reqs, depth, width), (num_slots, limit) = self.candidates.shape, self.parents.shape
+        if (ngram := self.ngram) is not None:
+            sizes = {"R": reqs, "M": width, "S": num_slots, "N": limit}
+            ngram.check_declared(f"{self.name}: ngram", **sizes)
+            if not depth <= (length := ngram.tokens.shape[1]) <= 254:
                 raise ValueError(f"{self.name}: D <= L <= 254, got {depth}, {length}")
         if limit > 4096 or max(depth, width) > 255 or self.top_k < 1:
             raise ValueError(
@@ -119,19 +94,11 @@ class ExpandBestFirst(ReadsCandidates):
 
     def triton(self) -> None:
         """One warp per request, one node per round."""
-        reqs, _, width = self.candidates.shape
-        limit = self.out_tokens.shape[1]
-        if reqs == 0:
-            return
-        ngram = self.ngram
-        expand_kernel[(reqs,)](
-            **self.candidate_arguments(),
-            slots=self.slots,
-            out_tokens=self.out_tokens,
-            parents=self.parents,
-            depths=self.depths,
-            log_rho=self.log_rho,
-            num_nodes=self.num_nodes,
+        ngram, width = self.ngram, self.candidates.shape[2] + (self.ngram is not None)
+        self.launch(
+            expand_kernel,
+            self.candidates.shape[0],
+            stride_logprobs_p=self.stride_of_rows,
             ngram_tokens=None if ngram is None else ngram.tokens,
             places=None if ngram is None else ngram.places,
             ngram_rows=None if ngram is None else ngram.rows,
@@ -139,16 +106,11 @@ class ExpandBestFirst(ReadsCandidates):
             stride_ngram_tokens_r=0 if ngram is None else ngram.tokens.stride(0),
             stride_ngram_rows_r=0 if ngram is None else ngram.rows.stride(0),
             stride_sources_s=0 if ngram is None else ngram.sources.stride(0),
-            stride_out_tokens_r=self.out_tokens.stride(0),
-            stride_parents_s=self.parents.stride(0),
-            stride_depths_s=self.depths.stride(0),
-            stride_log_rho_s=self.log_rho.stride(0),
-            N=limit,
-            TOP_K=min(self.top_k, width if ngram is None else width + 1),
+            TOP_K=min(self.top_k, width),
             IN_ORDER=self.stateless and ngram is None,
             L=0 if ngram is None else ngram.tokens.shape[1],
-            BLOCK=max(32, triton.next_power_of_2(limit)),
-            BLOCK_M=triton.next_power_of_2(width if ngram is None else width + 1),
+            BLOCK=max(32, triton.next_power_of_2(self.parents.shape[1])),
+            BLOCK_M=triton.next_power_of_2(width),
             num_warps=1,
         )
 

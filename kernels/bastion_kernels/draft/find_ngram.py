@@ -19,8 +19,8 @@ integer sums do not depend on the order either.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-import torch
 from torch import Tensor
 
 from bastion_kernels.op import Op, public
@@ -87,46 +87,25 @@ def _find_kernel(
 class FindNgram(Op):
     """Find every request's n-gram draft, and count how the last one did; see the module."""
 
-    history: Tensor
-    """`[S, most tokens]` int32, the tokens of each slot's request."""
-    lengths: Tensor
-    """`[S]` int32, number of tokens."""
-    slots: Tensor
-    """`[R]` int64, request slot of each row, or -1."""
-    last: Tensor
-    """`[S, 3]` int32: p, m and n of the last draft; m is 0 without one."""
-    counts: Tensor
-    """`[2, 33]` int32, trials and successes by match length; added to."""
-    found: Tensor
-    """`[S]` int64, 0 for the slots of active rows; written: m << 32 | p, 0 for no match."""
-
-    def check(self) -> None:
-        total, _ = self.history.shape
-        self.expect("history", (total, None), torch.int32, strided=True)
-        self.expect("lengths", (total,), torch.int32)
-        self.expect("slots", (None,), torch.int64)
-        self.expect("last", (total, 3), torch.int32)
-        self.expect("counts", (2, LONGEST + 1), torch.int32)
-        self.expect("found", (total,), torch.int64)
-        if self.history.stride(1) != 1:
-            raise ValueError(f"{self.name}: the tokens of a request must be consecutive")
+    history: Annotated[Tensor, "[S, MOST] int32"]  # the tokens of each slot's request
+    lengths: Annotated[Tensor, "[S] int32"]  # number of tokens
+    slots: Annotated[Tensor, "[R] int64"]  # request slot of each row, or -1
+    last: Annotated[Tensor, "[S, 3] int32"]  # p, m and n of the last draft; m is 0 without one
+    # Trials and successes by match length; added to.
+    counts: Annotated[Tensor, "[2, 33] int32"]
+    # 0 for the slots of active rows; written: m << 32 | p, 0 for no match.
+    found: Annotated[Tensor, "[S] int64"]
 
     def triton(self) -> None:
-        reqs, most = self.slots.shape[0], self.history.shape[1]
-        if reqs:
-            _find_kernel[(reqs, triton.cdiv(most, _BLOCK))](
-                history=self.history,
-                lengths=self.lengths,
-                slots=self.slots,
-                last=self.last,
-                counts=self.counts,
-                found=self.found,
-                stride_history_s=self.history.stride(0),
-                BLOCK=_BLOCK,
-                SHORTEST=SHORTEST,
-                LONGEST=LONGEST,
-                num_warps=8,
-            )
+        self.launch(
+            _find_kernel,
+            self.slots.shape[0],
+            triton.cdiv(self.history.shape[1], _BLOCK),
+            BLOCK=_BLOCK,
+            SHORTEST=SHORTEST,
+            LONGEST=LONGEST,
+            num_warps=8,
+        )
 
 
 find_ngram = public(FindNgram, cpu="bastion_kernels.cpu.ngram")

@@ -18,7 +18,7 @@ exceed 1,024, so w adapts to the traffic.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import numpy as np
 import torch
@@ -52,7 +52,7 @@ def ngram_chances(counts: _Array, priors: _Array) -> _Array:
     return (right + _PRIOR_TRIALS * priors) / (trials + _PRIOR_TRIALS)
 
 
-@triton.jit(do_not_specialize=["reqs"])
+@triton.jit(do_not_specialize=["R"])
 def _mix_kernel(
     history,
     lengths,
@@ -68,7 +68,7 @@ def _mix_kernel(
     places,
     ngram_rows,
     expected,
-    reqs,
+    R,
     stride_history_s,
     stride_candidates_r,
     stride_candidates_d,
@@ -152,7 +152,7 @@ def _mix_kernel(
         tl.store(expected + slot, total)
     # this program must have read all counts before it reports completion
     tl.debug_barrier()
-    if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == reqs - 1:
+    if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == R - 1:
         tl.store(arrived, 0)
         o_c = tl.arange(0, BLOCK_C)
         m_c = o_c <= LONGEST
@@ -167,87 +167,43 @@ def _mix_kernel(
 class MixNgram(ReadsCandidates):
     """Write the additional rows for the n-gram drafts of `find_ngram`; see the module."""
 
-    history: Tensor
-    """`[S, most tokens]` int32, the tokens of each slot's request."""
-    lengths: Tensor
-    """`[S]` int32, number of tokens."""
-    slots: Tensor
-    """`[R]` int64, request slot of each row, or -1."""
-    found: Tensor
-    """`[S]` int64 of `find_ngram`; reset to 0."""
-    last: Tensor
-    """`[S, 3]` int32, written: the n-gram draft, for the next `find_ngram`."""
-    counts: Tensor
-    """`[2, 33]` int32, trials and successes by match length; large counts are halved."""
-    priors: Tensor
-    """`[33]` fp32, see `ngram_priors`."""
-    arrived: Tensor
-    """`[1]` int32, 0 before and after."""
-    candidates: Tensor
-    """`[R, D, M]` int32, D may be 0."""
-    logprobs: Tensor
-    """`[R, D, P, M]` fp32, as in `expand_best_first`."""
-    tokens: Tensor
-    """`[R, L]` int32, written: the n-gram draft, -1 if there is none."""
-    places: Tensor
-    """`[R, L]` int32, written: its token's index among the candidates, M where it is not one
-    of them, -1 if there is no n-gram draft."""
-    ngram_rows: Tensor
-    """`[R, L, M + 1]` fp32, written for rows with one: log q' of each candidate, then of its
-    token if that is not one of them."""
-    expected: Tensor
-    """`[S]` fp32, written: expected number of right tokens among the draft's L."""
+    history: Annotated[Tensor, "[S, *] int32"]  # the tokens of each slot's request
+    lengths: Annotated[Tensor, "[S] int32"]  # number of tokens
+    slots: Annotated[Tensor, "[R] int64"]  # request slot of each row, or -1
+    found: Annotated[Tensor, "[S] int64"]  # of `find_ngram`; reset to 0
+    last: Annotated[Tensor, "[S, 3] int32"]  # written: the draft, for the next `find_ngram`
+    # Trials and successes by match length; large counts are halved.
+    counts: Annotated[Tensor, "[2, 33] int32"]
+    priors: Annotated[Tensor, "[33] float32"]  # see `ngram_priors`
+    arrived: Annotated[Tensor, "[1] int32"]  # 0 before and after
+    candidates: Annotated[Tensor, "[R, D, M] int32, strided"]  # D may be 0
+    logprobs: Annotated[Tensor, "[R, D, P, M] float32, strided"]  # as in `expand_best_first`
+    tokens: Annotated[Tensor, "[R, L] int32"]  # written: the n-gram draft, -1 if there is none
+    # Written: its token's index among the candidates, M where it is not one of them, -1 if there is
+    # no n-gram draft.
+    places: Annotated[Tensor, "[R, L] int32"]
+    # Written for rows with one: log q' of each candidate, then of its token if that is not one of
+    # them.
+    ngram_rows: Annotated[Tensor, "[R, L, M + 1] float32"]
+    expected: Annotated[Tensor, "[S] float32"]  # written: expected right tokens of the draft's L
 
     def check(self) -> None:
-        total, _ = self.history.shape
-        reqs, depth, width = self.candidates.shape
-        length = self.tokens.shape[1]
-        self.expect("history", (total, None), torch.int32, strided=True)
-        self.expect("lengths", (total,), torch.int32)
-        self.expect("slots", (reqs,), torch.int64)
-        self.expect("found", (total,), torch.int64)
-        self.expect("last", (total, 3), torch.int32)
-        self.expect("counts", (2, LONGEST + 1), torch.int32)
-        self.expect("priors", (LONGEST + 1,), torch.float32)
-        self.expect("arrived", (1,), torch.int32)
-        self.check_candidates()
-        self.expect("tokens", (reqs, length), torch.int32)
-        self.expect("places", (reqs, length), torch.int32)
-        self.expect("ngram_rows", (reqs, length, width + 1), torch.float32)
-        self.expect("expected", (total,), torch.float32)
+        ReadsCandidates.check(self)
+        depth, length = self.candidates.shape[1], self.tokens.shape[1]
         if length < depth:
             raise ValueError(f"{self.name}: L must be at least D = {depth}, got {length}")
 
     def triton(self) -> None:
         reqs, _, width = self.candidates.shape
-        if reqs == 0:
-            return
-        length = self.tokens.shape[1]
-        _mix_kernel[(reqs,)](
-            history=self.history,
-            lengths=self.lengths,
-            slots=self.slots,
-            found=self.found,
-            last=self.last,
-            counts=self.counts,
-            priors=self.priors,
-            arrived=self.arrived,
-            **self.candidate_arguments(),
-            tokens=self.tokens,
-            places=self.places,
-            ngram_rows=self.ngram_rows,
-            expected=self.expected,
-            reqs=reqs,
-            stride_history_s=self.history.stride(0),
-            stride_tokens_r=self.tokens.stride(0),
-            stride_places_r=self.places.stride(0),
-            stride_ngram_rows_r=self.ngram_rows.stride(0),
-            L=length,
+        self.launch(
+            _mix_kernel,
+            reqs,
+            stride_logprobs_p=self.stride_of_rows,
             STATELESS=self.stateless,
             LONGEST=LONGEST,
             TRIALS=_PRIOR_TRIALS,
             MOST=_MOST_TRIALS,
-            BLOCK_L=triton.next_power_of_2(length),
+            BLOCK_L=triton.next_power_of_2(self.tokens.shape[1]),
             BLOCK_M=triton.next_power_of_2(width + 1),
             BLOCK_C=triton.next_power_of_2(LONGEST + 1),
             num_warps=1,

@@ -14,8 +14,8 @@ No compile-time argument depends on R, so all batch sizes share one compiled ker
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-import torch
 from torch import Tensor
 
 from bastion_kernels.op import Op, public
@@ -68,7 +68,7 @@ def _ranks(
 
 # `slots` may be a slice of a longer batch, with any alignment.
 @triton.jit(
-    do_not_specialize=["reqs", "total"],
+    do_not_specialize=["R", "total"],
     do_not_specialize_on_alignment=["slots", "logits_start", "rows_start"],
 )
 def _take_kernel(
@@ -79,7 +79,7 @@ def _take_kernel(
     logits_start,
     rows_start,
     scratch,
-    reqs,
+    R,
     total,
     stride_log_rho_s,
     N: tl.constexpr,
@@ -94,7 +94,7 @@ def _take_kernel(
     count = tl.full([], 0, tl.int32)
     if slot >= 0:
         m_n, b_rank = _ranks(
-            log_rho, slots, limits, reqs, stride_log_rho_s, i_r, slot, N, BLOCK, RIVALS, STEPS
+            log_rho, slots, limits, R, stride_log_rho_s, i_r, slot, N, BLOCK, RIVALS, STEPS
         )
         count = tl.sum((m_n & (b_rank < total)).to(tl.int32), 0)
     p_count = scratch + 1
@@ -102,10 +102,10 @@ def _take_kernel(
     # the stores of all threads must precede the release by one thread
     tl.debug_barrier()
     arrived = tl.atomic_add(scratch, 1, sem="acq_rel", scope="gpu")
-    if arrived == reqs - 1:
+    if arrived == R - 1:
         tl.store(scratch, 0)
         o_r = tl.arange(0, REQS_PAD)
-        m_r = o_r < reqs
+        m_r = o_r < R
         b_slot = tl.load(slots + o_r, mask=m_r, other=-1)
         m_active = b_slot >= 0
         b_nodes = tl.load(p_count + o_r, mask=m_r, other=0, cache_modifier=".cg")
@@ -116,21 +116,6 @@ def _take_kernel(
         tl.store(rows_start + 1 + o_r, b_rows_end, mask=m_r)
         tl.store(logits_start, 0)
         tl.store(rows_start, 0)
-
-
-def _rank_constants(limit: int) -> dict[str, int]:
-    """Constants and warps of a kernel that calls `_ranks`. They depend on N, never on R.
-
-    A thread runs at most 8 searches: more would run out of registers.
-    """
-    block = triton.next_power_of_2(limit)
-    return {
-        "N": limit,
-        "BLOCK": block,
-        "RIVALS": min(max(2048 // block, 1), 16),
-        "STEPS": limit.bit_length(),
-        "num_warps": min(max(block // 16, 1), 8),
-    }
 
 
 @dataclass(slots=True)
@@ -145,55 +130,36 @@ class TakeBest(Op):
         ValueError, TypeError: shapes or dtypes do not fit together, or a negative total.
     """
 
-    log_rho: Tensor
-    """`[S, N]` fp32, by slot: path scores, non-increasing and not NaN."""
-    slots: Tensor
-    """`[R]` int64, request slot of each row, or -1 for an inert row."""
-    limits: Tensor
-    """`[S]` int32, most nodes of each slot; a negative limit counts as 0."""
-    rest: Tensor
-    """`[S]` int32, rows of each slot other than nodes, its root included."""
-    total: int
-    """Nodes of the step, at least 0."""
-    logits_start: Tensor
-    """`[>= R + 1]` int32, written: running sum of root and nodes, from 0."""
-    rows_start: Tensor
-    """`[>= R + 1]` int32, written: running sum of all rows, from 0."""
-    scratch: Tensor
-    """`[>= R + 1]` int32; its first element is 0 before and after."""
+    # By slot: path scores, non-increasing and not NaN.
+    log_rho: Annotated[Tensor, "[S, N] float32"]
+    slots: Annotated[Tensor, "[R] int64"]  # request slot of each row, or -1 for an inert row
+    limits: Annotated[Tensor, "[S] int32"]  # most nodes of each slot; below 0 counts as 0
+    rest: Annotated[Tensor, "[S] int32"]  # rows of each slot other than nodes, with its root
+    total: int  # nodes of the step, at least 0
+    logits_start: Annotated[Tensor, "[>= R + 1] int32"]  # written: running sum of root and nodes
+    rows_start: Annotated[Tensor, "[>= R + 1] int32"]  # written: running sum of all rows
+    scratch: Annotated[Tensor, "[>= R + 1] int32"]  # its first element is 0 before and after
 
     def check(self) -> None:
-        reqs = self.slots.shape[0]
-        self.expect("log_rho", (None, None), torch.float32)
-        self.expect("slots", (None,), torch.int64)
-        self.expect("limits", (self.log_rho.shape[0],), torch.int32)
-        self.expect("rest", (self.log_rho.shape[0],), torch.int32)
-        for name in ("logits_start", "rows_start", "scratch"):
-            self.expect(name, (None,), torch.int32)
-            room = getattr(self, name).shape[0]
-            if room <= reqs:
-                raise ValueError(f"{self.name}: {name} must have room for {reqs + 1}, got {room}")
+        Op.check(self)
         if self.total < 0:
             raise ValueError(f"{self.name}: total must be at least 0, got {self.total}")
 
     def triton(self) -> None:
-        reqs, (num_slots, limit) = self.slots.shape[0], self.log_rho.shape
-        if reqs > 0:
-            _take_kernel[(reqs,)](
-                log_rho=self.log_rho,
-                slots=self.slots,
-                limits=self.limits,
-                rest=self.rest,
-                logits_start=self.logits_start,
-                rows_start=self.rows_start,
-                scratch=self.scratch,
-                reqs=reqs,
-                total=min(self.total, self.log_rho.numel()),
-                stride_log_rho_s=self.log_rho.stride(0),
-                # depends on S, which is constant, not on R
-                REQS_PAD=triton.next_power_of_2(num_slots),
-                **_rank_constants(limit),
-            )
+        num_slots, limit = self.log_rho.shape
+        block = triton.next_power_of_2(limit)
+        # The constants depend on N and S, never on R.
+        self.launch(
+            _take_kernel,
+            self.slots.shape[0],
+            total=min(self.total, num_slots * limit),
+            BLOCK=block,
+            # A thread runs at most 8 searches: more would run out of registers.
+            RIVALS=min(max(2048 // block, 1), 16),
+            STEPS=limit.bit_length(),
+            REQS_PAD=triton.next_power_of_2(num_slots),
+            num_warps=min(max(block // 16, 1), 8),
+        )
 
 
 take_best = public(TakeBest, cpu="bastion_kernels.cpu.draft")

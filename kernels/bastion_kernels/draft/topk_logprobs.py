@@ -26,11 +26,11 @@ sm_90. Memory traffic is that of the logits, M * V * itemsize bytes, plus 2% for
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from bastion_kernels.checks import FLOATS
 from bastion_kernels.draft.topk_merge import (
     NO_KEY,
     check_k,
@@ -57,7 +57,7 @@ def _maxima_kernel(
     maxima,
     heads,
     mass,
-    vocab,
+    V,
     chunks,
     stride_logits_m,
     stride_logits_v,
@@ -72,7 +72,7 @@ def _maxima_kernel(
     o_s = i_c * SEGMENTS + tl.arange(0, SEGMENTS)
     o_v = o_s[:, None] * SEGMENT + tl.arange(0, SEGMENT)[None, :]
     logits += i_r * stride_logits_m + o_v.to(tl.int64) * stride_logits_v
-    b_value = tl.load(logits, mask=o_v < vocab, other=float("-inf")).to(tl.float32)
+    b_value = tl.load(logits, mask=o_v < V, other=float("-inf")).to(tl.float32)
     b_maxima = tl.max(b_value, 1)  # ignores NaN
     b_maxima = tl.where(b_maxima > float("-inf"), b_maxima, float("-inf"))
     maxima += i_r * (chunks * SEGMENTS) + o_s
@@ -95,7 +95,7 @@ def _pop_kernel(
     out_mass,
     out_tokens,
     out_logprobs,
-    vocab,
+    V,
     vocab_start,
     chunks,
     stride_logits_m,
@@ -137,7 +137,7 @@ def _pop_kernel(
         b_token = segment * SEGMENT + o_v
         p_value = logits + b_token.to(tl.int64) * stride_logits_v
         # -inf beyond the vocabulary sorts after every token of the vocabulary
-        b_value = tl.load(p_value, mask=b_token < vocab, other=float("-inf")).to(tl.float32)
+        b_value = tl.load(p_value, mask=b_token < V, other=float("-inf")).to(tl.float32)
         o_other = segment // SEGMENTS * SEGMENTS + o_s
         b_rest = tl.load(maxima + o_other).to(tl.float32)
         b_rest = tl.where((b_rest == b_rest) & (o_other != segment), _order(b_rest), -0x80000000)
@@ -167,91 +167,46 @@ def _pop_kernel(
             tl.store(out_logprobs + i_r * stride_out_logprobs_m + rank, logprob)
         else:
             key = (best.to(tl.int64) << 32) | (0x7FFFFFFF - winner - vocab_start).to(tl.int64)
-            tl.store(
-                out_keys + i_r * stride_out_keys_m + rank, tl.where(winner < vocab, key, NO_KEY)
-            )
+            tl.store(out_keys + i_r * stride_out_keys_m + rank, tl.where(winner < V, key, NO_KEY))
 
 
-def _pop(
-    logits: Tensor,
-    k: int,
-    vocab_start: int,
-    partial: tuple[Tensor, Tensor] | None = None,
-    final: tuple[Tensor, Tensor] | None = None,
-) -> None:
+def _pop(op: TopkPartial | TopkLogprobs, **others: Any) -> None:
     """Maxima, then the K best, as keys and mass or as tokens and log-probabilities."""
-    rows, vocab = logits.shape
+    (rows, vocab), device = op.logits.shape, op.logits.device
     chunks = triton.cdiv(vocab, _SEGMENTS * _SEGMENT)
-    device = logits.device
-    maxima = torch.empty((rows, chunks * _SEGMENTS), dtype=logits.dtype, device=device)
-    heads = torch.empty((rows, chunks), dtype=torch.int64, device=device)
-    mass = torch.empty((rows, chunks), dtype=torch.float32, device=device)
-    out_keys, out_mass = partial or (heads, mass)
-    out_tokens, out_logprobs = final or (heads, mass)
-    _maxima_kernel[(rows, chunks)](
-        logits=logits,
-        maxima=maxima,
-        heads=heads,
-        mass=mass,
-        vocab=vocab,
-        chunks=chunks,
-        stride_logits_m=logits.stride(0),
-        stride_logits_v=logits.stride(1),
-        SEGMENTS=_SEGMENTS,
-        SEGMENT=_SEGMENT,
-        num_warps=1,
-    )
-    _pop_kernel[(rows,)](
-        logits=logits,
-        maxima=maxima,
-        heads=heads,
-        mass=mass,
-        out_keys=out_keys,
-        out_mass=out_mass,
-        out_tokens=out_tokens,
-        out_logprobs=out_logprobs,
-        vocab=vocab,
-        vocab_start=vocab_start,
-        chunks=chunks,
-        stride_logits_m=logits.stride(0),
-        stride_logits_v=logits.stride(1),
-        stride_out_keys_m=out_keys.stride(0),
-        stride_out_tokens_m=out_tokens.stride(0),
-        stride_out_logprobs_m=out_logprobs.stride(0),
-        K=k,
-        NO_KEY=NO_KEY,
-        FINAL=final is not None,
-        SEGMENTS=_SEGMENTS,
-        SEGMENT=_SEGMENT,
-        CHUNKS_PAD=max(32, triton.next_power_of_2(chunks)),
-        num_warps=1,
-    )
+    between = {
+        "maxima": torch.empty(rows, chunks * _SEGMENTS, dtype=op.logits.dtype, device=device),
+        "heads": torch.empty(rows, chunks, dtype=torch.int64, device=device),
+        "mass": torch.empty(rows, chunks, dtype=torch.float32, device=device),
+        "chunks": chunks,
+        "SEGMENTS": _SEGMENTS,
+        "SEGMENT": _SEGMENT,
+        "num_warps": 1,
+    }
+    op.launch(_maxima_kernel, rows, chunks, **between)
+    padded = max(32, triton.next_power_of_2(chunks))
+    op.launch(_pop_kernel, rows, NO_KEY=NO_KEY, CHUNKS_PAD=padded, **between, **others)
 
 
 @dataclass(slots=True)
 class TopkPartial(Op):
     """Reduce one slice of the vocabulary to the input of `merge_topk`."""
 
-    logits: Tensor
-    """`[M, V]` fp32, bf16 or fp16, any strides: tokens vocab_start .. vocab_start + V - 1. A slice
-    padded for even sharding must be truncated to its real tokens."""
-    k: int
-    """Candidates to keep; a slice of fewer tokens is padded with keys that never win."""
-    vocab_start: int
-    """Global id of the slice's first token."""
-    out_keys: Tensor
-    """`[M, K]` int64, written, best first."""
-    out_mass: Tensor
-    """`[M]` fp32, log sum exp(logit - largest logit) over the slice, written."""
+    # Any strides: tokens vocab_start .. vocab_start + V - 1. A slice padded for even sharding must
+    # be truncated to its real tokens.
+    logits: Annotated[Tensor, "[M, V] float, strided"]
+    k: int  # candidates to keep; a slice of fewer tokens is padded with keys that never win
+    vocab_start: int  # global id of the slice's first token
+    out_keys: Annotated[Tensor, "[M, K] int64"]  # written, best first
+    out_mass: Annotated[Tensor, "[M] float32"]  # written: log sum exp(logit - largest logit)
 
     def check(self) -> None:
-        self.expect("logits", (None, None), *FLOATS, strided=True)
-        self.expect("out_keys", (self.logits.shape[0], self.k), torch.int64)
-        self.expect("out_mass", (self.logits.shape[0],), torch.float32)
+        self.check_declared(self.name, K=self.k)
         check_k(self.name, self.k)
 
     def triton(self) -> None:
-        _pop(self.logits, self.k, self.vocab_start, partial=(self.out_keys, self.out_mass))
+        none = {"out_tokens": None, "out_logprobs": None}
+        _pop(self, FINAL=False, stride_out_tokens_m=0, stride_out_logprobs_m=0, **none)
 
 
 topk_partial = public(TopkPartial, cpu="bastion_kernels.cpu.topk")
@@ -265,28 +220,20 @@ class TopkLogprobs(Op):
         ValueError, TypeError: shapes or dtypes do not fit together, or k > V.
     """
 
-    logits: Tensor
-    """`[M, V]` fp32, bf16 or fp16, any strides; sums are taken in fp32."""
-    k: int
-    """Number of tokens, at most V."""
-    out_tokens: Tensor
-    """`[M, K]` int32, by descending logit, then ascending id, written."""
-    out_logprobs: Tensor
-    """`[M, K]` fp32, their log-softmax over V, written."""
+    logits: Annotated[Tensor, "[M, V] float, strided"]  # any strides; sums are taken in fp32
+    k: int  # number of tokens, at most V
+    out_tokens: Annotated[Tensor, "[M, K] int32"]  # written: by descending logit, then ascending id
+    out_logprobs: Annotated[Tensor, "[M, K] float32"]  # written: their log-softmax over V
 
     def check(self) -> None:
-        self.expect("logits", (None, None), *FLOATS, strided=True)
+        self.check_declared(self.name, K=self.k)
         check_k(self.name, self.k)
-        rows, vocab = self.logits.shape
-        if self.k > vocab:
-            raise ValueError(
-                f"{self.name}: k must be at most {vocab} (the vocabulary), got {self.k}"
-            )
-        self.expect("out_tokens", (rows, self.k), torch.int32)
-        self.expect("out_logprobs", (rows, self.k), torch.float32)
+        if self.k > (vocab := self.logits.shape[1]):
+            raise ValueError(f"{self.name}: k must be at most {vocab} (V), got {self.k}")
 
     def triton(self) -> None:
-        _pop(self.logits, self.k, 0, final=(self.out_tokens, self.out_logprobs))
+        none = {"out_keys": None, "out_mass": None}
+        _pop(self, FINAL=True, vocab_start=0, stride_out_keys_m=0, **none)
 
 
 topk_logprobs = public(TopkLogprobs, cpu="bastion_kernels.cpu.topk")

@@ -9,8 +9,8 @@ slice's mass is log sum exp(logit - its largest logit).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-import torch
 from torch import Tensor
 
 from bastion_kernels.op import Op, public
@@ -39,7 +39,7 @@ def _merge_kernel(
     mass,
     out_tokens,
     out_logprobs,
-    parts,
+    P,
     stride_keys_m,
     stride_keys_p,
     stride_mass_m,
@@ -54,12 +54,12 @@ def _merge_kernel(
     o_p = tl.arange(0, BLOCK)
     keys += i_r * stride_keys_m + o_p * stride_keys_p
     b_head = tl.zeros([BLOCK], tl.int32)
-    b_key = tl.load(keys, mask=o_p < parts, other=NO_KEY)
+    b_key = tl.load(keys, mask=o_p < P, other=NO_KEY)
 
     largest = shift_of(unorder((tl.max(b_key, 0) >> 32).to(tl.int32)))
-    b_mass = tl.load(mass + i_r * stride_mass_m + o_p, mask=o_p < parts, other=float("-inf"))
+    b_mass = tl.load(mass + i_r * stride_mass_m + o_p, mask=o_p < P, other=float("-inf"))
     b_mass = tl.exp(unorder((b_key >> 32).to(tl.int32)) - largest + b_mass)
-    total = tl.log(tl.sum(tl.where(o_p < parts, b_mass, 0.0), 0))
+    total = tl.log(tl.sum(tl.where(o_p < P, b_mass, 0.0), 0))
 
     for rank in range(K):
         best = tl.max(b_key, 0)
@@ -69,7 +69,7 @@ def _merge_kernel(
         tl.store(out_logprobs + i_r * stride_out_logprobs_m + rank, logprob)
         m_won = b_key == best
         b_head = tl.where(m_won, b_head + 1, b_head)
-        m_left = m_won & (o_p < parts) & (b_head < K)
+        m_left = m_won & (o_p < P) & (b_head < K)
         b_key = tl.where(m_won, tl.load(keys + b_head, mask=m_left, other=NO_KEY), b_key)
 
 
@@ -83,41 +83,20 @@ def check_k(op: str, k: int) -> None:
 class MergeTopk(Op):
     """Merge the slices' keys into the K best tokens of the whole vocabulary."""
 
-    keys: Tensor
-    """`[M, P, K]` int64, from `topk_partial` of P slices, with one K at least the number wanted."""
-    mass: Tensor
-    """`[M, P]` fp32, from `topk_partial`."""
-    out_tokens: Tensor
-    """`[M, K]` int32, global token ids, written."""
-    out_logprobs: Tensor
-    """`[M, K]` fp32, over the whole vocabulary, written."""
+    # From `topk_partial` of P slices, with one K at least the number wanted.
+    keys: Annotated[Tensor, "[M, P, K] int64"]
+    mass: Annotated[Tensor, "[M, P] float32"]  # from `topk_partial`
+    out_tokens: Annotated[Tensor, "[M, K] int32"]  # written: global token ids
+    out_logprobs: Annotated[Tensor, "[M, K] float32"]  # written: over the whole vocabulary
 
     def check(self) -> None:
-        (rows, parts, _), k = self.keys.shape, self.out_tokens.shape[1]
-        self.expect("keys", (rows, parts, k), torch.int64)
-        self.expect("mass", (rows, parts), torch.float32)
-        self.expect("out_tokens", (rows, k), torch.int32)
-        self.expect("out_logprobs", (rows, k), torch.float32)
-        check_k(self.name, k)
+        Op.check(self)
+        check_k(self.name, self.out_tokens.shape[1])
 
     def triton(self) -> None:
         rows, parts, _ = self.keys.shape
-        _merge_kernel[(rows,)](
-            keys=self.keys,
-            mass=self.mass,
-            out_tokens=self.out_tokens,
-            out_logprobs=self.out_logprobs,
-            parts=parts,
-            stride_keys_m=self.keys.stride(0),
-            stride_keys_p=self.keys.stride(1),
-            stride_mass_m=self.mass.stride(0),
-            stride_out_tokens_m=self.out_tokens.stride(0),
-            stride_out_logprobs_m=self.out_logprobs.stride(0),
-            K=self.out_tokens.shape[1],
-            NO_KEY=NO_KEY,
-            BLOCK=max(32, triton.next_power_of_2(parts)),
-            num_warps=1,
-        )
+        block = max(32, triton.next_power_of_2(parts))
+        self.launch(_merge_kernel, rows, NO_KEY=NO_KEY, BLOCK=block, num_warps=1)
 
 
 merge_topk = public(MergeTopk, cpu="bastion_kernels.cpu.topk")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ def _block_after(layout, i_g, b_request, b_tokens, m_wanted, BLOCK_SIZE: tl.cons
 
 
 @triton.jit(
-    do_not_specialize=["reqs", "max_rows", "stride_state_rows"],
+    do_not_specialize=["R", "max_rows", "stride_state_rows_g"],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "decodes"],
 )
 def _find_states_kernel(
@@ -70,16 +71,16 @@ def _find_states_kernel(
     starts,
     computed,
     state_rows,
-    reqs,
+    R,
     max_rows,
-    stride_state_rows,
+    stride_state_rows_g,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """All requests of one group; the first also writes `starts` and `computed`. Grid: (G,)."""
     i_g = tl.program_id(0)
     o_r = tl.arange(0, BLOCK)
-    m_r = o_r < reqs
+    m_r = o_r < R
     b_first = tl.load(query_start_loc + o_r, mask=m_r, other=0)
     b_rows = tl.load(query_start_loc + o_r + 1, mask=m_r, other=0) - b_first
     b_tokens = tl.load(seq_lens + o_r, mask=m_r, other=0) - b_rows
@@ -89,15 +90,20 @@ def _find_states_kernel(
     b_end = tl.cumsum(b_rows, 0)
     m_held = (b_rows > 0) & (b_end <= max_rows)
     b_block = _block_after(layout, i_g, o_r, b_tokens, m_held, BLOCK_SIZE)
-    tl.store(state_rows + i_g * stride_state_rows + o_r, b_block, mask=m_r)
+    tl.store(state_rows + i_g * stride_state_rows_g + o_r, b_block, mask=m_r)
     if i_g == 0:
         tl.store(starts + o_r, b_end - b_rows, mask=m_r)
-        tl.store(starts + o_r + 1, b_end, mask=o_r == reqs - 1)
+        tl.store(starts + o_r + 1, b_end, mask=o_r == R - 1)
         tl.store(computed + o_r, b_tokens, mask=m_r)
 
 
 @triton.jit(
-    do_not_specialize=["stride_path", "stride_group", "stride_commit", "stride_lengths"],
+    do_not_specialize=[
+        "stride_path_r",
+        "stride_into_rows_2",
+        "stride_into_rows_g",
+        "stride_lengths_2",
+    ],
     do_not_specialize_on_alignment=["computed", "path", "into_rows", "lengths"],
 )
 def _find_commits_kernel(
@@ -108,11 +114,11 @@ def _find_commits_kernel(
     # [2, G, R] int32, [2, R] int32 (written)
     into_rows,
     lengths,
-    stride_path,
-    stride_commit,
-    stride_group,
-    stride_lengths,
-    GROUPS: tl.constexpr,
+    stride_path_r,
+    stride_into_rows_2,
+    stride_into_rows_g,
+    stride_lengths_2,
+    G: tl.constexpr,
     PATH: tl.constexpr,
     PATHS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -120,72 +126,45 @@ def _find_commits_kernel(
     """One request. Grid: (R,)."""
     i_r = tl.program_id(0).to(tl.int64)
     o_path = tl.arange(0, PATHS)
-    b_node = tl.load(path + i_r * stride_path + o_path, mask=o_path < PATH, other=-1)
+    b_node = tl.load(path + i_r * stride_path_r + o_path, mask=o_path < PATH, other=-1)
     length = tl.min(tl.where(b_node >= 0, PATHS, o_path), 0)
     before = tl.load(computed + i_r)
     end = before + length
     block_end = end // BLOCK_SIZE * BLOCK_SIZE
     ends_inside = (block_end > before) & (block_end < end)
     tl.store(lengths + i_r, length)
-    tl.store(lengths + stride_lengths + i_r, tl.maximum(block_end - before, 0))
-    for i_g in tl.static_range(GROUPS):
-        p_into = into_rows + i_g * stride_group + i_r
+    tl.store(lengths + stride_lengths_2 + i_r, tl.maximum(block_end - before, 0))
+    for i_g in tl.static_range(G):
+        p_into = into_rows + i_g * stride_into_rows_g + i_r
         last = _block_after(layout, i_g, i_r, end, length >= 0, BLOCK_SIZE)
         tl.store(p_into, last)
         inner = _block_after(layout, i_g, i_r, block_end, ends_inside, BLOCK_SIZE)
-        tl.store(p_into + stride_commit, inner)
+        tl.store(p_into + stride_into_rows_2, inner)
 
 
 @dataclass(slots=True)
 class FindStates(Op):
     """Number the rows of decoding requests, and find the states that these requests start from."""
 
-    query_start_loc: Tensor
-    """`[R+1]` int32, first row of each request; padding has no rows."""
-    seq_lens: Tensor
-    """`[R]` int32, tokens of each request with this step's."""
-    decodes: Tensor | None
-    """`[R]` bool, whose rows count; None: of all."""
-    blocks: StateBlocks
-    """G groups of layers."""
-    max_rows: int
-    """A request whose rows end beyond this many is skipped."""
-    starts: Tensor
-    """`[>= R + 1]` int32, written: rows before each request's that count, and all of them."""
-    computed: Tensor
-    """`[>= R]` int32, written: tokens before the step."""
-    state_rows: Tensor
-    """`[G, >= R]` int32, written: blocks of the states before the step; -1 = none, skipped or no
-    rows."""
+    query_start_loc: Annotated[Tensor, "[R + 1] int32"]  # first row; padding has no rows
+    seq_lens: Annotated[Tensor, "[R] int32"]  # tokens of each request with this step's
+    decodes: Annotated[Tensor | None, "[R] bool"]  # whose rows count; None: of all
+    blocks: StateBlocks  # G groups of layers
+    max_rows: int  # a request whose rows end beyond this many is skipped
+    # Written, for S >= R requests: rows before each request's that count, and all of them.
+    starts: Annotated[Tensor, "[>= R + 1] int32"]
+    computed: Annotated[Tensor, "[S] int32"]  # written: tokens before the step
+    # Written: blocks of the states before the step; -1 = none, skipped or no rows.
+    state_rows: Annotated[Tensor, "[G, S] int32"]
 
     def check(self) -> None:
-        reqs = self.seq_lens.shape[0]
-        self.expect("query_start_loc", (reqs + 1,), torch.int32)
-        self.expect("seq_lens", (reqs,), torch.int32)
-        if self.decodes is not None:
-            self.expect("decodes", (reqs,), torch.bool)
-        self.expect("starts", (None,), torch.int32)
-        self.expect("computed", (self.starts.shape[0] - 1,), torch.int32)
-        groups = len(self.blocks.tables)
-        self.expect("state_rows", (groups, self.starts.shape[0] - 1), torch.int32)
-        if self.starts.shape[0] <= reqs:
-            raise ValueError(f"{self.name}: {reqs} requests do not fit starts")
+        self.check_declared(self.name, S=self.starts.shape[0] - 1, G=len(self.blocks.tables))
 
     def triton(self) -> None:
-        reqs = self.seq_lens.shape[0]
-        if reqs == 0:
-            return
-        _find_states_kernel[(len(self.blocks.tables),)](
-            query_start_loc=self.query_start_loc,
-            seq_lens=self.seq_lens,
-            decodes=self.decodes,
+        self.launch(
+            _find_states_kernel,
+            len(self.blocks.tables) if self.seq_lens.shape[0] else 0,
             layout=self.blocks.layout,
-            starts=self.starts,
-            computed=self.computed,
-            state_rows=self.state_rows,
-            reqs=reqs,
-            max_rows=self.max_rows,
-            stride_state_rows=self.state_rows.stride(0),
             BLOCK_SIZE=self.blocks.block_size,
             BLOCK=triton.next_power_of_2(self.computed.shape[0]),
         )
@@ -198,44 +177,25 @@ find_states = public(FindStates, cpu="bastion_kernels.cpu.state_blocks")
 class FindCommits(Op):
     """Find the states that accepted paths write: at their ends, and at a block's end within."""
 
-    computed: Tensor
-    """`[R]` int32, tokens before the step."""
-    path: Tensor
-    """`[R, L + 1]` int32, nodes of the accepted path, -1 past its end."""
-    blocks: StateBlocks
-    """G groups of layers, of blocks with a size."""
-    into_rows: Tensor
-    """`[2, G, R]` int32, written: the block of the state after the path; of the state at the end of
-    a block within the path, -1 = none."""
-    lengths: Tensor
-    """`[2, R]` int32, written: entries of the path up to each of these states."""
+    computed: Annotated[Tensor, "[R] int32"]  # tokens before the step
+    path: Annotated[Tensor, "[R, PATH] int32"]  # nodes of the accepted path, -1 past its end
+    blocks: StateBlocks  # G groups of layers, of blocks with a size
+    # Written: the block of the state after the path; of the state at the end of a block within the
+    # path, -1 = none.
+    into_rows: Annotated[Tensor, "[2, G, R] int32"]
+    lengths: Annotated[Tensor, "[2, R] int32"]  # written: entries of the path up to these states
 
     def check(self) -> None:
-        reqs = self.computed.shape[0]
-        self.expect("computed", (reqs,), torch.int32)
-        self.expect("path", (reqs, None), torch.int32)
-        self.expect("into_rows", (2, len(self.blocks.tables), reqs), torch.int32)
-        self.expect("lengths", (2, reqs), torch.int32)
+        self.check_declared(self.name, G=len(self.blocks.tables))
         if not self.blocks.block_size:
             raise ValueError(f"{self.name}: a request with one state writes where it reads")
 
     def triton(self) -> None:
-        reqs, width = self.path.shape
-        if reqs == 0:
-            return
-        _find_commits_kernel[(reqs,)](
-            computed=self.computed,
-            path=self.path,
+        self.launch(
+            _find_commits_kernel,
+            self.path.shape[0],
             layout=self.blocks.layout,
-            into_rows=self.into_rows,
-            lengths=self.lengths,
-            stride_path=self.path.stride(0),
-            stride_commit=self.into_rows.stride(0),
-            stride_group=self.into_rows.stride(1),
-            stride_lengths=self.lengths.stride(0),
-            GROUPS=len(self.blocks.tables),
-            PATH=width,
-            PATHS=triton.next_power_of_2(width),
+            PATHS=triton.next_power_of_2(self.path.shape[1]),
             BLOCK_SIZE=self.blocks.block_size,
             num_warps=1,
         )

@@ -67,24 +67,24 @@ def gated_delta_tree_kernel(
     updates,
     decays,
     scale,
-    stride_query_row,
-    stride_query_head,
-    stride_key_row,
-    stride_key_head,
-    stride_value_row,
-    stride_value_head,
-    stride_gate,
-    stride_beta,
-    stride_state,
-    stride_state_head,
-    stride_state_dim,
-    stride_state_col,
-    stride_bits_slot,
-    stride_bits_node,
-    stride_bits_word,
-    words,
-    stride_out_row,
-    stride_out_head,
+    stride_query_t,
+    stride_query_h,
+    stride_key_t,
+    stride_key_h,
+    stride_value_t,
+    stride_value_h,
+    stride_gate_t,
+    stride_beta_t,
+    stride_state_b,
+    stride_state_h,
+    stride_state_d,
+    stride_state_w,
+    stride_ancestor_bits_s,
+    stride_ancestor_bits_n,
+    stride_ancestor_bits_w,
+    W,
+    stride_out_t,
+    stride_out_h,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -108,48 +108,48 @@ def gated_delta_tree_kernel(
         o_lane = tl.arange(0, BLOCK)
         i_v = tl.program_id(2)
         o_v = i_v * BLOCK_V + tl.arange(0, BLOCK_V)
-        state += place * stride_state + i_h * stride_state_head
-        query += first * stride_query_row + i_h // GROUP * stride_query_head
-        key += first * stride_key_row + i_h // GROUP * stride_key_head
-        value += first * stride_value_row + i_h * stride_value_head
-        out += first * stride_out_row + i_h * stride_out_head
-        gate += first * stride_gate + i_h
-        beta += first * stride_beta + i_h
+        state += place * stride_state_b + i_h * stride_state_h
+        query += first * stride_query_t + i_h // GROUP * stride_query_h
+        key += first * stride_key_t + i_h // GROUP * stride_key_h
+        value += first * stride_value_t + i_h * stride_value_h
+        out += first * stride_out_t + i_h * stride_out_h
+        gate += first * stride_gate_t + i_h
+        beta += first * stride_beta_t + i_h
         updates += (first * HEADS + i_h) * WIDTH
         decays += first * HEADS + i_h
-        ancestor_bits += slot * stride_bits_slot
+        ancestor_bits += slot * stride_ancestor_bits_s
         for start in range(0, rows, BLOCK):
             o_r = start + o_lane
             m_r = o_r < rows
             b_tail_row = tl.where(m_r, o_r - (rows - tail), -1)
-            p_bits = ancestor_bits + b_tail_row * stride_bits_node
+            p_bits = ancestor_bits + b_tail_row * stride_ancestor_bits_n
             m_rv = m_r[:, None] & (o_v < WIDTH)[None, :]
             b_decay = tl.zeros([BLOCK], tl.float64)
             for begin in range(0, start + BLOCK, BLOCK):
                 m_seen = _seen(
-                    o_r, begin, rows, tail, b_tail_row, p_bits, stride_bits_word, words, BLOCK
+                    o_r, begin, rows, tail, b_tail_row, p_bits, stride_ancestor_bits_w, W, BLOCK
                 )
                 o_other = begin + o_lane
-                b_gate = tl.load(gate + o_other * stride_gate, mask=o_other < rows, other=0.0)
+                b_gate = tl.load(gate + o_other * stride_gate_t, mask=o_other < rows, other=0.0)
                 b_decay += tl.sum(tl.where(m_seen, b_gate[None, :], 0.0).to(tl.float64), 1)
             tl.store(decays + o_r * HEADS, b_decay, mask=m_r)
             b_v = tl.load(
-                value + (o_r * stride_value_row)[:, None] + o_v[None, :],
+                value + (o_r * stride_value_t)[:, None] + o_v[None, :],
                 mask=m_rv,
                 other=0.0,
             ).to(tl.float32)
-            b_beta = tl.load(beta + o_r * stride_beta, mask=m_r, other=0.0)
+            b_beta = tl.load(beta + o_r * stride_beta_t, mask=m_r, other=0.0)
             # in parts, because the whole dimension would not fit the registers
             b_retrieved = tl.zeros([BLOCK, BLOCK_V], tl.float32)
             b_o = tl.zeros([BLOCK, BLOCK_V], tl.float32)
             b_kk = tl.zeros([BLOCK, BLOCK], tl.float32)
             b_qk = tl.zeros([BLOCK, BLOCK], tl.float32)
             for part in range(0, DIM, BLOCK_D):
-                b_q = _rows(query, o_r, stride_query_row, m_r, part, DIM, BLOCK_D)
-                b_k = _rows(key, o_r, stride_key_row, m_r, part, DIM, BLOCK_D)
+                b_q = _rows(query, o_r, stride_query_t, m_r, part, DIM, BLOCK_D)
+                b_k = _rows(key, o_r, stride_key_t, m_r, part, DIM, BLOCK_D)
                 o_d = part + tl.arange(0, BLOCK_D)
                 b_state = tl.load(
-                    state + o_d[:, None] * stride_state_dim + o_v[None, :] * stride_state_col,
+                    state + o_d[:, None] * stride_state_d + o_v[None, :] * stride_state_w,
                     mask=(o_d < DIM)[:, None] & (o_v < WIDTH)[None, :],
                     other=0.0,
                 ).to(tl.float32)
@@ -162,16 +162,16 @@ def gated_delta_tree_kernel(
             b_u = b_beta[:, None] * (b_v - b_own * b_retrieved)
             for begin in range(0, start, BLOCK):
                 m_seen = _seen(
-                    o_r, begin, rows, tail, b_tail_row, p_bits, stride_bits_word, words, BLOCK
+                    o_r, begin, rows, tail, b_tail_row, p_bits, stride_ancestor_bits_w, W, BLOCK
                 )
                 o_other = begin + o_lane
                 b_other_kk = tl.zeros([BLOCK, BLOCK], tl.float32)
                 b_other_qk = tl.zeros([BLOCK, BLOCK], tl.float32)
                 for part in range(0, DIM, BLOCK_D):
-                    b_q = _rows(query, o_r, stride_query_row, m_r, part, DIM, BLOCK_D)
-                    b_k = _rows(key, o_r, stride_key_row, m_r, part, DIM, BLOCK_D)
+                    b_q = _rows(query, o_r, stride_query_t, m_r, part, DIM, BLOCK_D)
+                    b_k = _rows(key, o_r, stride_key_t, m_r, part, DIM, BLOCK_D)
                     b_other_k = _rows(
-                        key, o_other, stride_key_row, o_other < rows, part, DIM, BLOCK_D
+                        key, o_other, stride_key_t, o_other < rows, part, DIM, BLOCK_D
                     )
                     b_other_kk = tl.dot(
                         b_k, tl.trans(b_other_k), b_other_kk, input_precision="ieee"
@@ -193,7 +193,7 @@ def gated_delta_tree_kernel(
                 b_u = _product(b_other_kk, b_other_u, m_seen, b_u)
                 b_o = _product(b_other_qk * b_between, b_other_u, m_seen, b_o)
             m_seen = _seen(
-                o_r, start, rows, tail, b_tail_row, p_bits, stride_bits_word, words, BLOCK
+                o_r, start, rows, tail, b_tail_row, p_bits, stride_ancestor_bits_w, W, BLOCK
             )
             b_between = tl.where(m_seen, b_decay[:, None] - b_decay[None, :], float("-inf"))
             b_between = tl.exp(b_between.to(tl.float32))
@@ -211,7 +211,7 @@ def gated_delta_tree_kernel(
                 mask=m_rv,
             )
             tl.store(
-                out + (o_r * stride_out_row)[:, None] + o_v[None, :],
+                out + (o_r * stride_out_t)[:, None] + o_v[None, :],
                 (b_o * scale).to(out.dtype.element_ty),
                 mask=m_rv,
             )
@@ -234,20 +234,20 @@ def gated_delta_commit_kernel(
     cu_num_logits,
     path,
     lengths,
-    stride_key_layer,
-    stride_key_row,
-    stride_key_head,
-    stride_updates_layer,
-    stride_decays_layer,
-    stride_state,
-    stride_state_head,
-    stride_state_dim,
-    stride_state_col,
-    stride_state_rows,
-    stride_commit,
-    stride_into_rows,
-    stride_path,
-    stride_lengths,
+    stride_key_l,
+    stride_key_t,
+    stride_key_h,
+    stride_updates_l,
+    stride_decays_l,
+    stride_state_b,
+    stride_state_h,
+    stride_state_d,
+    stride_state_w,
+    stride_state_rows_g,
+    stride_into_rows_c,
+    stride_into_rows_g,
+    stride_path_r,
+    stride_lengths_c,
     ELEMENT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     PATH: tl.constexpr,
@@ -265,13 +265,13 @@ def gated_delta_commit_kernel(
     i_r, i_lh = tl.program_id(0), tl.program_id(1)
     i_l, i_h = (i_lh // HEADS).to(tl.int64), i_lh % HEADS
     group = tl.load(table + i_l * 2 + 1)
-    place = tl.load(state_rows + group * stride_state_rows + i_r).to(tl.int64)
+    place = tl.load(state_rows + group * stride_state_rows_g + i_r).to(tl.int64)
     end = tl.load(cu_num_logits + i_r + 1)
     tail = end - tl.load(cu_num_logits + i_r)
     first = tl.load(query_start_loc + i_r).to(tl.int64)
     # counted from the request's first row
     root = (tl.load(query_start_loc + i_r + 1) - first).to(tl.int32) - tail
-    path += i_r.to(tl.int64) * stride_path
+    path += i_r.to(tl.int64) * stride_path_r
     longest = path_length(path, tail, PATH, PATHS)
     o_d = tl.arange(0, BLOCK_D)
     i_v = tl.program_id(2)
@@ -279,20 +279,20 @@ def gated_delta_commit_kernel(
     m_state = (o_d < DIM)[:, None] & (o_v < WIDTH)[None, :]
     p_state = tl.load(table + i_l * 2).to(tl.pointer_type(ELEMENT))
     p_state = tl.multiple_of(p_state, ALIGNMENT)
-    p_state += i_h * stride_state_head
-    p_state += o_d[:, None] * stride_state_dim + o_v[None, :] * stride_state_col
-    key += i_l * stride_key_layer + first * stride_key_row + i_h // GROUP * stride_key_head
-    updates += i_l * stride_updates_layer + (first * HEADS + i_h) * WIDTH
-    decays += i_l * stride_decays_layer + first * HEADS + i_h
+    p_state += i_h * stride_state_h
+    p_state += o_d[:, None] * stride_state_d + o_v[None, :] * stride_state_w
+    key += i_l * stride_key_l + first * stride_key_t + i_h // GROUP * stride_key_h
+    updates += i_l * stride_updates_l + (first * HEADS + i_h) * WIDTH
+    decays += i_l * stride_decays_l + first * HEADS + i_h
     # in order: a later commit may write the state that all of them read
     for i_c in tl.static_range(COMMITS):
-        into = tl.load(into_rows + i_c * stride_commit + group * stride_into_rows + i_r)
+        into = tl.load(into_rows + i_c * stride_into_rows_c + group * stride_into_rows_g + i_r)
         length = longest
         if lengths is not None:
-            length = tl.minimum(length, tl.load(lengths + i_c * stride_lengths + i_r))
+            length = tl.minimum(length, tl.load(lengths + i_c * stride_lengths_c + i_r))
         if (place >= 0) & (into >= 0) & (length > 0):
             final = tl.load(decays + (root + tl.load(path + length - 1)) * HEADS)
-            b_state = tl.load(p_state + place * stride_state, mask=m_state, other=0.0)
+            b_state = tl.load(p_state + place * stride_state_b, mask=m_state, other=0.0)
             b_state = b_state.to(tl.float32) * tl.exp(final.to(tl.float32))
             for start in range(0, root + length, BLOCK):
                 o_r = start + tl.arange(0, BLOCK)
@@ -300,7 +300,7 @@ def gated_delta_commit_kernel(
                 b_on_path = tl.load(path + o_r - root, mask=m_r & (o_r >= root), other=0)
                 b_row = tl.where(o_r < root, o_r, root + b_on_path)
                 b_k = tl.load(
-                    key + (b_row * stride_key_row)[:, None] + o_d[None, :],
+                    key + (b_row * stride_key_t)[:, None] + o_d[None, :],
                     mask=m_r[:, None] & (o_d < DIM)[None, :],
                     other=0.0,
                 ).to(tl.float32)
@@ -312,5 +312,5 @@ def gated_delta_commit_kernel(
                 b_decay = tl.load(decays + b_row * HEADS, mask=m_r, other=0.0)
                 b_weight = tl.where(m_r, tl.exp((final - b_decay).to(tl.float32)), 0.0)
                 b_state += tl.dot(tl.trans(b_k), b_u * b_weight[:, None], input_precision="ieee")
-            p_into = p_state + into.to(tl.int64) * stride_state
+            p_into = p_state + into.to(tl.int64) * stride_state_b
             tl.store(p_into, b_state.to(ELEMENT), mask=m_state)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bastion_kernels.triton_or_none import tl, triton
 
-__all__ = ["LayerStates", "check_commits", "path_length"]
+__all__ = ["LayerStates", "path_length"]
 
 _ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -43,9 +43,14 @@ class LayerStates:
         )
         self._alignment = math.gcd(16, *addresses)
 
-    def arguments(self) -> dict[str, Any]:
-        """Compile-time arguments of the kernels."""
-        return {"ELEMENT": _ELEMENTS[self.first.dtype], "ALIGNMENT": self._alignment}
+    def arguments(self, dims: str) -> dict[str, Any]:
+        """Arguments of the kernels; dims: a letter for each dimension of a state."""
+        return {
+            "table": self.table,
+            "ELEMENT": _ELEMENTS[self.first.dtype],
+            "ALIGNMENT": self._alignment,
+            **{f"stride_state_{d}": self.first.stride(i) for i, d in enumerate(dims)},
+        }
 
 
 @triton.jit
@@ -54,15 +59,3 @@ def path_length(p_path, tail, PATH: tl.constexpr, PATHS: tl.constexpr):
     o_path = tl.arange(0, PATHS)
     b_node = tl.load(p_path + o_path, mask=o_path < PATH, other=-1)
     return tl.min(tl.where((b_node >= 0) & (b_node < tail), PATHS, o_path), 0)
-
-
-def check_commits(op: Any) -> None:
-    """Raise ValueError or TypeError unless the arguments that both commit ops have fit together."""
-    reqs, commits = op.path.shape[0], op.into_rows.shape[0]
-    op.expect("state_rows", (None, reqs), torch.int32)
-    op.expect("into_rows", (None, None, reqs), torch.int32)
-    op.expect("query_start_loc", (reqs + 1,), torch.int32)
-    op.expect("cu_num_logits", (reqs + 1,), torch.int32)
-    op.expect("path", (reqs, None), torch.int32)
-    if op.lengths is not None:
-        op.expect("lengths", (commits, reqs), torch.int32)
