@@ -38,17 +38,6 @@ def test_metrics_are_what_the_engine_did(runner: Runner) -> None:
     by_position = metrics["spec_decode_num_accepted_tokens_per_pos"]
     assert by_position == [sum(depth > at for depth in depths) for at in range(NGRAM_DEPTH)]
 
-    assert metrics["bastion_nodes_verified_count"] == len(nodes)
-    assert metrics["bastion_nodes_verified_sum"] == sum(nodes)
-    for bound in (1, 2, 4, 8, 16, 32):
-        below = sum(count <= bound for count in nodes)
-        assert metrics[f"bastion_nodes_verified_bucket/{bound}.0"] == below
-    for depth in range(1, max(GAMMA, *depths) + 1):
-        reached = sum(found >= depth for found in depths)
-        # A client does not get what its last step accepted beyond max_tokens.
-        missing = reached - metrics.get(f"bastion_accepted_by_depth/{depth}", 0)
-        assert 0 <= missing <= len(run["requests"])
-
     steps = {
         tuple(name.split("/")[1:]): count
         for name, count in metrics.items()
@@ -111,13 +100,10 @@ def test_the_servers_metrics_are_whole(
         ask_all(server, 48)
         for _ in range(4):  # either of two servers may answer
             text = server.get("/metrics")
-            drafted = values(text, "spec_decode_num_draft_tokens_total")
-            assert values(text, "bastion_nodes_verified_sum") == drafted > 0
-            trees = values(text, "spec_decode_num_drafts_total")
-            assert values(text, "bastion_nodes_verified_count") == trees
-            assert values(text, "bastion_nodes_verified_bucket", le="+Inf") == trees
+            by_source = values(text, "bastion_nodes_by_source_total")
+            assert values(text, "spec_decode_num_draft_tokens_total") == by_source > 0
             accepted = values(text, "bastion_accepted_tokens_total")
-            assert values(text, "bastion_accepted_by_depth_total") == accepted > 0
+            assert 0 < accepted <= values(text, "spec_decode_num_accepted_tokens_total")
             tokens = values(text, "bastion_request_steps_total") + accepted
             assert values(text, "generation_tokens_total") == tokens
             assert values(text, "bastion_steps_total", kind="tree") > 0
@@ -145,7 +131,7 @@ def test_a_running_server_warns_of_its_drafter(runner: Runner, tmp_path: Path) -
         ask_all(server, 96)
     log = (tmp_path / "log").read_text()
     (fit,) = re.findall(r'drafter "(.*)" does not fit the target "(.*)": (\d+) trees', log)
-    assert fit[0] == str(drafter) and int(fit[2]) >= 64
+    assert fit[0] == str(drafter) and int(fit[2]) >= 128
     (length,) = re.findall(r"A request has (\d+) tokens, .* was trained for at most 64", log)
     assert int(length) > 64
 
@@ -158,6 +144,7 @@ def test_data_parallel_engines_have_metrics_each(runner: Runner, tmp_path: Path)
         ask_all(server, 32)
         text = server.get("/metrics")
     for engine in ("0", "1"):
+        by_source = values(text, "bastion_nodes_by_source_total", engine=engine)
         drafted = values(text, "spec_decode_num_draft_tokens_total", engine=engine)
-        assert values(text, "bastion_nodes_verified_sum", engine=engine) == drafted > 0
+        assert drafted == by_source > 0
         assert values(text, "bastion_steps_total", engine=engine, kind="tree") > 0

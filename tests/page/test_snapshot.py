@@ -20,7 +20,7 @@ import pytest
 
 from tests.telemetry.registries import registered
 from vllm_bastion.page import html, make_server, snapshot
-from vllm_bastion.telemetry.record import StepRecord, Totals
+from vllm_bastion.telemetry.counts import Counts, StepRecord, add
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 RECORDS = [
@@ -33,10 +33,20 @@ def metrics(*engines: str) -> str:
     """The text of /metrics, as if each engine had made all steps."""
     registry, own = registered({i: [f"m{i}", name] for i, name in enumerate(engines)})
     for i in range(len(engines)):
-        totals = Totals(gain=None if i == 1 else 1.0 + i)  # one has not measured it
-        totals.add(RECORDS)
-        own.observe(totals, i)
-    return prometheus_client.generate_latest(registry).decode()
+        sums = Counts()
+        for record in RECORDS:
+            add(sums, record)
+        own.observe(sums, None if i == 1 else 1.0 + i, i)  # one has not measured its gain
+    return prometheus_client.generate_latest(registry).decode() + "".join(
+        f'vllm:spec_decode_num_drafts_total{{engine="{name}"}} 2\n'
+        f'vllm:spec_decode_num_draft_tokens_total{{engine="{name}"}} 12\n'
+        + "".join(
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="{name}",position="{at}"}}'
+            f" {count}\n"
+            for at, count in ((10, 0), (2, 1), (0, 2), (1, 1))
+        )
+        for name in engines
+    )
 
 
 @pytest.mark.parametrize("engines", [("0",), ("0", "1", "2")])
@@ -51,7 +61,7 @@ def test_a_snapshot_adds_engines_up(engines: tuple[str, ...]) -> None:
     assert found == {
         "model": ", ".join(f"m{i}" for i in range(n)), "running": 3, "tokens": 7, "trees": 2 * n,
         "nodes": 12 * n, "accepted": 4 * n, "request_steps": 3 * n, "expected": 5 * n,
-        "accepted_by_depth": [2 * n, n, n],
+        "accepted_by_depth": [2 * n, n, n, 0],
         "nodes_by_source": {"drafter": 6 * n, "lookup": 4 * n, "both": 2 * n},
         "accepted_by_source": {"drafter": 2 * n, "lookup": n, "both": n},
         "gain": 1.0 if n == 1 else 2.0, "times": [["tree", n, 6 * n]],

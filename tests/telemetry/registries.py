@@ -21,5 +21,5 @@ def registered(values: dict[int, list[str]]) -> tuple[prometheus_client.Collecto
 
         return Registered
 
-    kinds = (prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram)
+    kinds = (prometheus_client.Counter, prometheus_client.Gauge)
     return registry, TreeMetrics(["model_name", "engine"], values, *map(of, kinds))

@@ -9,6 +9,7 @@ before another logger sees it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +21,10 @@ from vllm_bastion.config import bastion_config, chain_view_of, settings_of
 from vllm_bastion.logger import init_logger
 from vllm_bastion.scheduler.gate import Arm
 from vllm_bastion.scheduler.state import SchedulerState
-from vllm_bastion.telemetry.collector import KEY, Collector
+from vllm_bastion.telemetry.collector import GAIN, KEY, Collector
+from vllm_bastion.telemetry.counts import Counts, StepRecord, from_plain
 from vllm_bastion.telemetry.drafter_fit import DrafterFit
 from vllm_bastion.telemetry.prometheus import TreeMetrics
-from vllm_bastion.telemetry.record import StepRecord, Totals
 from vllm_bastion.telemetry.text import interval_line
 
 logger = init_logger(__name__)
@@ -114,7 +115,7 @@ def log_whole_run(state: SchedulerState) -> None:
     """
     if state.collector is not None:
         collector, state.collector = state.collector, None
-        line = interval_line(collector.whole(), "Bastion, the whole run")
+        line = interval_line(collector.whole(), None, "Bastion, the whole run")
         if line is not None:
             logger.info(line)
 
@@ -141,11 +142,10 @@ class BastionStatLogger(AggregateStatLoggerBase):
             prometheus.per_engine_labelvalues,
             prometheus._counter_cls,
             prometheus._gauge_cls,
-            prometheus._histogram_cls,
         )
         self._writes_lines = writes_lines
-        # Sums since the last line, by engine.
-        self._interval: dict[int, Totals] = {}
+        # Sums since the last line, by engine, and the last gain.
+        self._interval: dict[int, tuple[Counts, float | None]] = {}
 
     def record(
         self,
@@ -158,17 +158,19 @@ class BastionStatLogger(AggregateStatLoggerBase):
         sums = getattr(scheduler_stats, "kv_connector_stats", None)
         if not sums or KEY not in sums:
             return
-        delta = Totals.from_plain(sums.pop(KEY))
+        own = sums.pop(KEY)
         # Without a connector vLLM expects None.
         scheduler_stats.kv_connector_stats = sums or None
-        self._metrics.observe(delta, engine_idx)
-        self._interval.setdefault(engine_idx, Totals()).merge(delta)
+        gain, counts = own.pop(GAIN, None), from_plain(own)
+        self._metrics.observe(counts, gain, engine_idx)
+        before, _ = self._interval.get(engine_idx, (Counter(), None))
+        self._interval[engine_idx] = before + counts, gain
 
     def log(self) -> None:
         """A line for each engine that has decoded since the last call."""
         intervals, self._interval = self._interval, {}
-        for engine, totals in sorted(intervals.items()):
-            if self._writes_lines and (line := interval_line(totals)) is not None:
+        for engine, (counts, gain) in sorted(intervals.items()):
+            if self._writes_lines and (line := interval_line(counts, gain)) is not None:
                 logger.info("Engine %03d: %s", engine, line)
 
     def log_engine_initialized(self) -> None:

@@ -100,31 +100,36 @@ def snapshot(text: str) -> dict[str, Any]:
         found[name][tuple(labels.values())].append(float(value))
 
     def by_labels(name: str) -> dict[tuple[str, ...], float]:
-        return {labels: sum(values) for labels, values in found[f"bastion_{name}"].items()}
+        return {labels: sum(values) for labels, values in found[name].items()}
 
     def total(name: str) -> float:
         return sum(map(sum, found[name].values()))
 
-    depths = by_labels("accepted_by_depth_total")
-    step_ms, gains = by_labels("step_ms_total"), chain(*found["bastion_measured_gain"].values())
+    depths = by_labels("spec_decode_num_accepted_tokens_per_pos_total")
+    step_ms, gains = (
+        by_labels("bastion_step_ms_total"),
+        chain(*found["bastion_measured_gain"].values()),
+    )
     known = [gain for gain in gains if not isnan(gain)]
     return {
         "seconds": time.time(),
         "model": ", ".join(sorted(models - {""})),
         "running": total("num_requests_running"),
         "tokens": total("generation_tokens_total"),
-        "steps": [[*labels, count] for labels, count in by_labels("steps_total").items()],
-        "trees": total("bastion_nodes_verified_count"),
-        "nodes": total("bastion_nodes_verified_sum"),
+        "steps": [[*labels, count] for labels, count in by_labels("bastion_steps_total").items()],
+        "trees": total("spec_decode_num_drafts_total"),
+        "nodes": total("spec_decode_num_draft_tokens_total"),
         "accepted": total("bastion_accepted_tokens_total"),
         "request_steps": total("bastion_request_steps_total"),
         "expected": total("bastion_expected_tokens_total"),
         "accepted_by_depth": [depths[key] for key in sorted(depths, key=lambda key: int(key[0]))],
-        "nodes_by_source": {k: n for (k,), n in by_labels("nodes_by_source_total").items()},
-        "accepted_by_source": {k: n for (k,), n in by_labels("accepted_by_source_total").items()},
+        "nodes_by_source": {k: n for (k,), n in by_labels("bastion_nodes_by_source_total").items()},
+        "accepted_by_source": {
+            k: n for (k,), n in by_labels("bastion_accepted_by_source_total").items()
+        },
         "gain": sum(known) / len(known) if known else None,
         "times": [
             [kind, count, step_ms[(kind,)]]
-            for (kind,), count in by_labels("timed_steps_total").items()
+            for (kind,), count in by_labels("bastion_timed_steps_total").items()
         ],
     }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine core's side: adds up the records of steps, and sends sums to a front end.
+"""The engine core's side: counts steps, and sends the sums to a front end.
 
-A front end needs several microseconds per metric, so it gets a sum once a second and not a record
+A front end needs several microseconds per metric, so it gets sums once a second and not a record
 per step. With several front ends, each sum goes to one of them, as vLLM's statistics do.
 """
 
@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Sequence
 
+from vllm_bastion.telemetry.counts import Counts, StepRecord, add, to_plain
 from vllm_bastion.telemetry.drafter_fit import DrafterFit
-from vllm_bastion.telemetry.record import MOST_PENDING, PERIOD, StepRecord, Totals, drafted
 
-# The key of a sum in `SchedulerStats.kv_connector_stats`, see `hooks.telemetry`.
+# The key of the sums in `SchedulerStats.kv_connector_stats`, see `hooks.telemetry`.
 KEY = "bastion"
+# Among the sums, the gate's gain over plain decoding; absent while it is not measured.
+GAIN = "gain"
+# Seconds between two sums while requests run.
+PERIOD = 1.0
 
 
 class Collector:
@@ -38,20 +42,14 @@ class Collector:
         self._warn, self._clock = warn, clock
         # The longest context that the drafter was trained for.
         self.positions = math.inf if fit.positions is None else fit.positions
-        self._pending: list[StepRecord] = []
-        self._sums, self._whole = Totals(), Totals()
-        self._next = -float("inf")
+        self._sums: Counts = Counter()
+        self._sent: Counts = Counter()
+        self._next = -math.inf
 
     def add(self, step: StepRecord) -> None:
         """Add one step."""
-        self._pending.append(step)
-        if len(self._pending) >= MOST_PENDING:
-            self._add_pending()
-
-    def _add_pending(self) -> None:
-        steps, self._pending = self._pending, []
-        self._sums.add(steps)
-        trees, tokens = drafted(steps)
+        add(self._sums, step)
+        trees, tokens = by_drafter(step.nodes, step.accepted, step.sources)
         if trees and (warning := self.fit.observe(trees, tokens)) is not None:
             self._warn(warning)
 
@@ -61,28 +59,37 @@ class Collector:
             self._warn(warning)
 
     def due(self, idle: bool) -> bool:
-        """Whether it is time for the next sum.
+        """Whether it is time for the next sums.
 
         Args:
             idle: whether no request is left, so that the next step may be far off.
         """
         return idle or self._clock() >= self._next
 
-    def take(self, gain: float | None) -> dict[str, Any] | None:
-        """The sum since the last call; None without a step. gain: the gate's."""
-        self._add_pending()
-        if not self._sums.steps:
+    def take(self, gain: float | None) -> dict[str, float] | None:
+        """The sums since the last call; None without a step. gain: the gate's."""
+        if not self._sums:
             return None
         self._next = self._clock() + PERIOD
-        pending, self._sums = self._sums, Totals()
-        pending.gain = gain
-        self._whole.merge(pending)
-        return pending.to_plain()
+        sums, self._sums = self._sums, Counter()
+        self._sent.update(sums)
+        return to_plain(sums) | ({} if gain is None else {GAIN: gain})
 
-    def whole(self) -> Totals:
-        """The sum of all steps so far."""
-        self._add_pending()
-        whole = Totals()
-        whole.merge(self._whole)
-        whole.merge(self._sums)
-        return whole
+    def whole(self) -> Counts:
+        """The sums of all steps so far."""
+        return self._sent + self._sums
+
+
+def by_drafter(
+    nodes: Sequence[int], accepted: Sequence[int], sources: Sequence[int]
+) -> tuple[int, int]:
+    """Trees of a step with nodes of the drafter, and how many of these were accepted.
+
+    An n-gram draft carries no signal about the drafter. See `StepRecord` for the arguments.
+    """
+    if not sources:
+        return len(nodes), sum(accepted)
+    from_drafter, _, from_both, taken, _, taken_of_both = sources
+    if not (from_drafter or from_both):
+        return 0, 0
+    return len(nodes), taken + taken_of_both

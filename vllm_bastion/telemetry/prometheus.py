@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics `vllm:bastion_*`, explained in `docs/metrics.md`.
-
-Sums are in milliseconds, not in seconds: `llm.get_metrics()` truncates counters to integers.
-"""
+"""The metrics `vllm:bastion_*`, explained in `docs/metrics.md`."""
 
 from __future__ import annotations
 
@@ -12,20 +9,7 @@ from typing import Any
 
 import prometheus_client
 
-from vllm_bastion.telemetry.record import NODE_BUCKETS, SOURCES, Totals
-
-# Name -> what it counts, and its labels in addition to those of vLLM's own metrics.
-_COUNTERS: dict[str, tuple[str, ...]] = {
-    "steps": ("Steps by kind and reason.", "kind", "reason"),
-    "accepted_by_depth": ("Trees whose accepted path reaches this depth.", "depth"),
-    "nodes_by_source": ("Nodes verified, by who proposed them.", "source"),
-    "accepted_by_source": ("Draft tokens accepted, by who proposed them.", "source"),
-    "expected_tokens": ("Draft tokens expected to be accepted, the sum of path scores.",),
-    "request_steps": ("Times that a step gave a request tokens.",),
-    "accepted_tokens": ("Draft tokens accepted and returned.",),
-    "timed_steps": ("Steps between whose outputs the gate measured the time.", "kind"),
-    "step_ms": ("Milliseconds of the timed steps.", "kind"),
-}
+from vllm_bastion.telemetry.counts import COUNTERS, Counts
 
 
 class TreeMetrics:
@@ -37,7 +21,7 @@ class TreeMetrics:
     Args:
         labelnames: labels of vLLM's own metrics.
         labelvalues: engine index -> their values.
-        counter, gauge, histogram: classes of metrics; vLLM has others for Ray.
+        counter, gauge: classes of metrics; vLLM has others for Ray.
     """
 
     def __init__(
@@ -46,64 +30,26 @@ class TreeMetrics:
         labelvalues: Mapping[int, Sequence[object]],
         counter: Any = prometheus_client.Counter,
         gauge: Any = prometheus_client.Gauge,
-        histogram: Any = prometheus_client.Histogram,
     ) -> None:
         self._labelvalues = labelvalues
-
-        def make(kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
-            return kind(
-                name=f"vllm:bastion_{name}",
-                documentation=text,
-                labelnames=[*labelnames, *labels],
-                **options,
-            )
-
         self._counters = {
-            name: make(counter, name, text, *labels) for name, (text, *labels) in _COUNTERS.items()
+            name: counter(
+                name=f"vllm:bastion_{name}", documentation=text, labelnames=[*labelnames, *labels]
+            )
+            for name, (text, *labels) in COUNTERS.items()
         }
-        self._gain = make(
-            gauge,
-            "measured_gain",
-            "Measured rate of the arm in use over that of plain decoding; NaN if unknown.",
+        self._gain = gauge(
+            name="vllm:bastion_measured_gain",
+            documentation="Measured rate of the arm in use over that of plain decoding; NaN if "
+            "unknown.",
+            labelnames=[*labelnames],
             multiprocess_mode="mostrecent",
         )
-        buckets = [1 << i for i in range(NODE_BUCKETS)]
-        self._nodes = make(histogram, "nodes_verified", "Nodes verified per tree.", buckets=buckets)
 
-    def observe(self, delta: Totals, engine: int) -> None:
-        """Add the sums of some steps of one engine."""
+    def observe(self, sums: Counts, gain: float | None, engine: int) -> None:
+        """Add the sums of some steps of one engine, and set the gate's gain."""
         own = self._labelvalues[engine]
-
-        def count(name: str, amount: float, *labels: str) -> None:
-            self._counters[name].labels(*own, *labels).inc(amount)
-
-        for (kind, reason), steps in delta.steps.items():
-            count("steps", steps, kind, reason)
-        self._observe_nodes(self._nodes.labels(*own), delta)
-        for depth, trees in enumerate(delta.accepted_by_depth, start=1):
-            count("accepted_by_depth", trees, str(depth))
-        if any(delta.sources):
-            for i, source in enumerate(SOURCES):
-                count("nodes_by_source", delta.sources[i], source)
-                count("accepted_by_source", delta.sources[len(SOURCES) + i], source)
-        count("expected_tokens", delta.expected)
-        count("request_steps", delta.request_steps)
-        count("accepted_tokens", delta.accepted)
-        for kind, (steps, ms) in delta.times.items():
-            count("timed_steps", steps, kind)
-            count("step_ms", ms, kind)
-        self._gain.labels(*own).set(math.nan if delta.gain is None else delta.gain)
-
-    @staticmethod
-    def _observe_nodes(histogram: Any, delta: Totals) -> None:
-        """Add trees to the histogram, which only takes one value at a time; many are equal."""
-        if isinstance(histogram, prometheus_client.Histogram):
-            for bucket, count in zip(histogram._buckets, delta.trees_by_nodes):
-                if count:
-                    bucket.inc(count)
-            histogram._sum.inc(delta.nodes)
-            return
-        # Ray's wrapper. The histogram's sum is then that of the buckets' bounds.
-        for i, count in enumerate(delta.trees_by_nodes):
-            for _ in range(count):
-                histogram.observe(1 << i)
+        for (name, *labels), amount in sums.items():
+            if (counter := self._counters.get(name)) is not None:
+                counter.labels(*own, *labels).inc(amount)
+        self._gain.labels(*own).set(math.nan if gain is None else gain)

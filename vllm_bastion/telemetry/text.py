@@ -3,46 +3,52 @@
 
 from __future__ import annotations
 
-from vllm_bastion.telemetry.record import Totals
+from collections import Counter
 
-# Of steps that decode.
-_KINDS = ("tree", "chain", "n-gram", "plain")
+from vllm_bastion.telemetry.counts import DECODING, Counts
 
 
-def interval_line(totals: Totals, name: str = "Bastion") -> str | None:
+def interval_line(sums: Counts, gain: float | None, name: str = "Bastion") -> str | None:
     """What happened in one interval, or None if nothing was decoded in it.
 
-    name: what the line begins with.
+    Args:
+        sums: of the interval.
+        gain: the gate's last gain over plain decoding, if it is known.
+        name: what the line begins with.
     """
-    decoding = totals.steps_of(*_KINDS)
+    steps: dict[str, Counter[str]] = {kind: Counter() for kind in DECODING}
+    for (counter, *labels), amount in sums.items():
+        if counter == "steps" and labels[0] in steps:
+            steps[labels[0]][labels[1]] += amount
+    decoding = sum(counts.total() for counts in steps.values())
     if not decoding:
         return None
+    trees, nodes, accepted = sums["trees",], sums["nodes",], sums["accepted_tokens",]
     parts = []
-    if totals.trees:
+    if trees:
         parts.append(
-            f"{totals.nodes / totals.trees:.1f} nodes and "
-            f"{totals.accepted / totals.trees:.2f} accepted tokens per tree"
+            f"{nodes / trees:.1f} nodes and {accepted / trees:.2f} accepted tokens per tree"
         )
-    if copied := sum(totals.sources[1:3]):
-        accepted = sum(totals.sources[4:6])
+    if copied := sums["nodes_by_source", "lookup"] + sums["nodes_by_source", "both"]:
+        taken = sums["accepted_by_source", "lookup"] + sums["accepted_by_source", "both"]
         parts.append(
-            f"n-gram drafts {100 * copied / totals.nodes:.0f}% of nodes and "
-            f"{100 * accepted / max(totals.accepted, 1):.0f}% of accepted tokens"
+            f"n-gram drafts {100 * copied / nodes:.0f}% of nodes and "
+            f"{100 * taken / max(accepted, 1):.0f}% of accepted tokens"
         )
-    for kind in _KINDS:
-        if count := totals.steps_of(kind):
-            parts.append(f"{kind} steps {100 * count / decoding:.0f}% ({_reasons(totals, kind)})")
-    parts += [f"{kind} step {ms / n:.2f} ms" for kind, (n, ms) in totals.times.items()]
-    if totals.gain is not None:
-        parts.append(f"measured {totals.gain:.2f}x of plain decoding")
+    for kind, reasons in steps.items():
+        if count := reasons.total():
+            parts.append(f"{kind} steps {100 * count / decoding:.0f}% ({_shares(reasons)})")
+    for kind in DECODING:
+        if timed := sums["timed_steps", kind]:
+            parts.append(f"{kind} step {sums['step_ms', kind] / timed:.2f} ms")
+    if gain is not None:
+        parts.append(f"measured {gain:.2f}x of plain decoding")
     return f"{name}: " + "; ".join(parts)
 
 
-def _reasons(totals: Totals, kind: str) -> str:
+def _shares(reasons: Counter[str]) -> str:
     """The reasons of a kind of step, the most frequent first, with their shares."""
-    counts = {reason: n for (name, reason), n in totals.steps.items() if name == kind}
-    if len(counts) == 1:
-        return next(iter(counts))
-    whole = sum(counts.values())
-    most = sorted(counts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{reason} {100 * count / whole:.0f}%" for reason, count in most)
+    if len(reasons) == 1:
+        return next(iter(reasons))
+    whole = reasons.total()
+    return ", ".join(f"{name} {100 * n / whole:.0f}%" for name, n in reasons.most_common())
