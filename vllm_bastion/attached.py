@@ -94,7 +94,7 @@ class StepReport(AttachedRecord):
     expected: float = 0.0
     """Accepted draft tokens expected of these nodes, the sum of their path scores."""
     sources: Sequence[int] = ()
-    """Nodes verified, then draft tokens accepted, by source; see `telemetry.record.SOURCES`."""
+    """Nodes verified, then draft tokens accepted, by source; see `telemetry.counts.SOURCES`."""
 
 
 @dataclass
