@@ -8,7 +8,7 @@ of a record that must be there uses `of`, which raises.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -66,9 +66,6 @@ class AttachedRecord:
 class StepPlan(AttachedRecord):
     """On a SchedulerOutput, from the scheduler to the workers."""
 
-    grammar_columns: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
-    """Request id -> columns of its tree to verify, ascending, and their parents' new node numbers.
-    Only requests whose tree a grammar has pruned."""
     arm: Arm = Arm.TREE
     """What the step ends with."""
     verified: Arm = Arm.TREE
@@ -107,23 +104,15 @@ class RequestState(AttachedRecord):
 
 @dataclass
 class GrammarTree:
-    """A request's drafts after its grammar has pruned them: n nodes in the order of columns."""
+    """A request's drafts, n nodes in the order of columns, and what its grammar says of them."""
 
     tokens: list[int]
-    parents: list[int]
-    columns: list[int]
-    """The nodes' columns in the tree before pruning."""
     rows: np.ndarray
     """[1 + n, words] int32, bitmask of the tokens that may follow the root and every node."""
     num_tokens: int
     """Tokens of the request when its grammar was walked."""
     refused: int
-    """Nodes removed, or never followed."""
-
-    @property
-    def pruned(self) -> bool:
-        """Whether the nodes differ from the first n of the tree."""
-        return self.columns != list(range(len(self.columns)))
+    """Nodes that are never followed."""
 
     def rows_of(self, scheduled: Sequence[int], num_tokens: int) -> np.ndarray | None:
         """[1 + n, words] for n scheduled drafts, -1 past the known ones; None if tokens differ."""

@@ -78,7 +78,7 @@ def rows_of_core(engine: Any, drafts: dict[str, int]) -> np.ndarray:
     for name, count in drafts.items():
         request, first = requests[name], requests[name].structured_output_request.grammar.token
         tokens, above = list(range(first, first + count)), list(range(count))
-        tree = walk(manager, request, tokens, above, prune=True)
+        tree = walk(manager, request, tokens, above)
         RequestState(grammar_tree=tree).attach(request)
         if count:
             scheduled[name] = tree.tokens

@@ -21,15 +21,11 @@ from vllm.v1.structured_output.backend_guidance import GuidanceBackend
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
-from bastion_kernels import ancestor_bits
 from helpers import engine_config
 from tests.scheduler_core import call, make_core
-from tests.trees import make_trees
 from vllm_bastion import plugin
 from vllm_bastion.attached import RequestState
 from vllm_bastion.engine import grammar
-from vllm_bastion.engine.draft_tokens import select_columns
-from vllm_bastion.engine.runtime import Runtime
 
 PAIR = Path(__file__).resolve().parents[2] / "benchmarks" / "tiny"
 GAMMA, NODES = 15, 24
@@ -135,25 +131,19 @@ def test_every_node_has_the_row_of_its_own_path(
     refused = 0
     for seed in range(6):
         tree = Tree(manager, spec, seed)
-        for prune in (True, False):
-            request = new_request(manager, spec, tree.done)
-            found = grammar.walk(manager, request, tree.tokens, tree.parents, prune)
-            kept = [n for n in range(1, NODES + 1) if not prune or tree.rows[n] is not None]
-            assert found.columns == [node - 1 for node in kept]
-            assert found.tokens == [tree.tokens[node - 1] for node in kept]
-            for place, node in enumerate([0, *kept]):
-                if tree.rows[node] is not None:
-                    assert found.rows[place].tolist() == tree.rows[node].tolist(), (seed, node)
-                if place:  # the parent that it had, where that is now
-                    above = [0, *kept][found.parents[place - 1]]
-                    assert above == tree.parents[node - 1]
-            assert found.refused == sum(row is None for row in tree.rows)
-            refused += found.refused
-            # The grammar is where it was.
-            after = row_after(manager, spec, tree.done)
-            bitmask = manager.backend.allocate_token_bitmask(1)
-            request.structured_output_request.grammar.fill_bitmask(bitmask, 0)
-            assert after is not None and bitmask[0].tolist() == after.tolist()
+        request = new_request(manager, spec, tree.done)
+        found = grammar.walk(manager, request, tree.tokens, tree.parents)
+        assert found.tokens == tree.tokens
+        for node, row in enumerate(tree.rows):
+            if row is not None:
+                assert found.rows[node].tolist() == row.tolist(), (seed, node)
+        assert found.refused == sum(row is None for row in tree.rows)
+        refused += found.refused
+        # The grammar is where it was.
+        after = row_after(manager, spec, tree.done)
+        bitmask = manager.backend.allocate_token_bitmask(1)
+        request.structured_output_request.grammar.fill_bitmask(bitmask, 0)
+        assert after is not None and bitmask[0].tolist() == after.tolist()
     assert refused > 5
 
 
@@ -161,7 +151,7 @@ def test_a_refused_token_is_not_allowed_above(manager: StructuredOutputManager) 
     """What makes it safe to leave refused nodes in: nothing leads to them."""
     tree = Tree(manager, "json", 1)
     request = new_request(manager, "json", tree.done)
-    found = grammar.walk(manager, request, tree.tokens, tree.parents, prune=False)
+    found = grammar.walk(manager, request, tree.tokens, tree.parents)
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True), start=1):
         if tree.rows[node] is None and tree.rows[parent] is not None:
             assert not found.rows[parent, token // 32] >> (token % 32) & 1
@@ -175,7 +165,7 @@ def test_codes_hold_tokens_and_parents() -> None:
     assert grammar.decode(second) == ([], [])
 
 
-def test_the_scheduler_schedules_what_the_grammar_allows(
+def test_the_scheduler_knows_what_may_follow_each_node(
     engine: Any, manager: StructuredOutputManager
 ) -> None:
     tree = Tree(manager, "words", 3)
@@ -189,41 +179,12 @@ def test_the_scheduler_schedules_what_the_grammar_allows(
     rest: list[Any] = []
     call(core, "update_draft_token_ids", rest.append, drafts)
     assert rest[0].req_ids == ["gone"]
-    allowed_nodes = [
-        tree.tokens[node - 1] for node in range(1, NODES + 1) if tree.rows[node] is not None
-    ]
-    assert request.spec_token_ids == allowed_nodes
+    assert request.spec_token_ids == tree.tokens
     # Of these, as many as were scheduled; of others, nothing is known.
     found = RequestState.of(request).grammar_tree
     assert found is not None
-    assert len(found.rows_of(allowed_nodes[:2], request.num_tokens)) == 3
-    assert found.rows_of(allowed_nodes[:2], request.num_tokens + 1) is None
+    assert len(found.rows_of(tree.tokens[:2], request.num_tokens)) == 3
+    assert found.rows_of(tree.tokens[:2], request.num_tokens + 1) is None
     assert found.rows_of([-5 + 1024], request.num_tokens) is None
-    rows = found.rows_of([*allowed_nodes[:1], -1, -1], request.num_tokens)
+    rows = found.rows_of([*tree.tokens[:1], -1, -1], request.num_tokens)
     assert (rows[2:] == -1).all() and rows[1].tolist() == found.rows[1].tolist()
-
-
-def test_the_worker_closes_the_gaps() -> None:
-    """Columns that a grammar refuses leave a tree whose mask, depths and scores fit the rest."""
-    trees = make_trees(reqs=3, nodes=6, depth=4)
-    trees.parents[1] = torch.tensor([0, 1, 0, 2, 3, 4], dtype=torch.int32)
-    trees.depths[1] = torch.tensor([1, 2, 1, 3, 2, 4], dtype=torch.int32)
-    trees.log_rho[1] = -torch.arange(6).float()
-    trees.size[1] = 6
-    others = [tensor[[0, 2]].clone() for tensor in (trees.parents, trees.bits, trees.log_rho)]
-    states = SimpleNamespace(
-        req_id_to_index={"a": 1}, draft_tokens=torch.arange(18).view(3, 6) + 100
-    )
-    # Node 3 is refused, and node 5 below it.
-    select_columns(Runtime(trees), states, {"a": ([0, 1, 3, 5], [0, 1, 2, 3]), "gone": ([1], [0])})
-    assert states.draft_tokens[1, :4].tolist() == [106, 107, 109, 111]
-    assert states.draft_tokens[0].tolist() == list(range(100, 106))
-    assert trees.parents[1].tolist() == [0, 1, 2, 3, -1, -1]
-    assert trees.depths[1].tolist() == [1, 2, 3, 4, 0, 0]
-    assert trees.log_rho[1].tolist() == [0, -1, -3, -5, -torch.inf, -torch.inf]
-    assert trees.size.tolist() == [0, 4, 0]
-    expected = torch.zeros_like(trees.bits)
-    ancestor_bits(trees.parents, torch.tensor([1]), expected)
-    assert torch.equal(trees.bits[1], expected[1]) and expected[1].any()
-    for left, right in zip(others, (trees.parents, trees.bits, trees.log_rho), strict=True):
-        assert torch.equal(left, right[[0, 2]])

@@ -3,9 +3,8 @@
 
 The worker sends a tree over vLLM's channel for draft tokens, with each token's parent encoded into
 it (`encode`). `walk` checks each node with the grammar: whether it may follow its parent, and which
-tokens may follow it. Refused nodes are removed with their subtrees, and the next best nodes are
-verified instead. With async scheduling the step has been launched by then, so refused nodes stay;
-they are never accepted, because their parent's bitmask row does not allow their token.
+tokens may follow it. Refused nodes stay, and are never accepted, because their parent's bitmask row
+does not allow their token.
 """
 
 from __future__ import annotations
@@ -49,11 +48,10 @@ def walk(
     request: Any,
     tokens: list[int],
     parents: list[int],
-    prune: bool,
 ) -> GrammarTree:
     """Walk a request's grammar along a tree of n nodes; leaves the grammar's state unchanged.
 
-    parents: node numbers, 0 = root, parents before their children. prune: remove refused nodes.
+    parents: node numbers, 0 = root, parents before their children.
     """
     assert manager.backend is not None
     bitmask = manager.backend.allocate_token_bitmask(1 + len(tokens)).fill_(_ANYTHING)
@@ -64,16 +62,7 @@ def walk(
         alive = _traverse(matcher, tokens, parents, bitmask)
     else:
         alive = _by_paths(manager, request, tokens, parents, bitmask)
-    nodes = [node for node in range(1, 1 + len(tokens)) if alive[node] or not prune]
-    number = {node: i for i, node in enumerate([0, *nodes])}
-    return GrammarTree(
-        tokens=[tokens[node - 1] for node in nodes],
-        parents=[number[parents[node - 1]] for node in nodes],
-        columns=[node - 1 for node in nodes],
-        rows=bitmask.numpy()[[0, *nodes]],
-        num_tokens=request.num_tokens,
-        refused=alive.count(False),
-    )
+    return GrammarTree(tokens, bitmask.numpy(), request.num_tokens, alive.count(False))
 
 
 def _traverse(

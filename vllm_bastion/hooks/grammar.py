@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's part in trees of requests with a grammar; see `engine.grammar`.
 
-Without async scheduling the core knows a tree before it schedules the step that verifies it: it
-schedules what the grammar allows, and sends the columns with the step. With async scheduling the
-step has been launched by the time the core receives the tree; while the target runs, the core
-determines what may follow each node.
+The core walks a tree and determines what may follow each node, with async scheduling while the
+target runs: the step has been launched by the time the core receives the tree. Nodes that the
+grammar refuses stay in the step. They are never accepted, because what may follow their parents
+leaves them out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
-from vllm_bastion.attached import GrammarTree, RequestState, StepPlan
+from vllm_bastion.attached import GrammarTree, RequestState
 from vllm_bastion.config import chain_view_of, settings_of
 from vllm_bastion.versions import capabilities
 
@@ -34,45 +36,27 @@ class GrammarScheduler(Scheduler):
         )
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Schedule the nodes that a grammar allows."""
-        others: tuple[list[str], list[list[int]]] = ([], [])
-        for request_id, codes in zip(
-            draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True
-        ):
-            request = self.requests.get(request_id)
-            if _has_tree(request):
-                codes = codes[: self.settings.max_grammar_tokens]
-                tree = _walk(self, request, codes, prune=True)
-                request.spec_token_ids = list(tree.tokens)
-            else:
-                others[0].append(request_id)
-                others[1].append(codes)
-        super().update_draft_token_ids(
-            replace(draft_token_ids, req_ids=others[0], draft_token_ids=others[1])
-        )
+        """Schedule the nodes of trees whose requests have a grammar, as far as it can check."""
+        trees, others = _with_grammar(draft_token_ids, self.requests.get)
+        for request, codes in trees:
+            tree = _walk(self, request, codes[: self.settings.max_grammar_tokens])
+            request.spec_token_ids = list(tree.tokens)
+        super().update_draft_token_ids(others)
 
     def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
-        """Set the drafts of a step that was launched already; all of its nodes stay."""
+        """Set the drafts of a step that was launched already."""
         scheduled, refused = scheduler_output.scheduled_spec_decode_tokens, {}
-        others: tuple[list[str], list[list[int]]] = ([], [])
-        for request_id, codes in zip(
-            draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True
-        ):
-            request = self.requests.get(request_id)
-            placeholders = scheduled.get(request_id)
-            if placeholders and _has_tree(request):
-                tree = _walk(self, request, codes[: len(placeholders)], prune=False)
-                missing = len(placeholders) - len(tree.tokens)
-                scheduled[request_id] = tree.tokens + [-1] * missing
-                if tree.refused + missing:
-                    refused[request_id] = tree.refused + missing
-            else:
-                others[0].append(request_id)
-                others[1].append(codes)
-        super().update_draft_token_ids_in_output(
-            replace(draft_token_ids, req_ids=others[0], draft_token_ids=others[1]),
-            scheduler_output,
+        trees, others = _with_grammar(
+            draft_token_ids, lambda name: self.requests.get(name) if scheduled.get(name) else None
         )
+        for request, codes in trees:
+            name = request.request_id
+            tree = _walk(self, request, codes[: len(scheduled[name])])
+            missing = len(scheduled[name]) - len(tree.tokens)
+            scheduled[name] = tree.tokens + [-1] * missing
+            if tree.refused + missing:
+                refused[name] = tree.refused + missing
+        super().update_draft_token_ids_in_output(others, scheduler_output)
         scheduler_output.num_invalid_spec_tokens.update(refused)
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> GrammarOutput | None:
@@ -123,10 +107,24 @@ def _has_tree(request: Any) -> bool:
     )
 
 
-def _walk(scheduler: Any, request: Any, codes: list[int], prune: bool) -> GrammarTree:
+def _with_grammar(
+    drafts: DraftTokenIds, find: Callable[[str], Any]
+) -> tuple[list[tuple[Any, list[int]]], DraftTokenIds]:
+    """The requests of trees that a grammar checks, with the trees' codes, and all other drafts."""
+    trees, names, others = [], [], []
+    for name, codes in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):
+        if _has_tree(request := find(name)):
+            trees.append((request, codes))
+        else:
+            names.append(name)
+            others.append(codes)
+    return trees, replace(drafts, req_ids=names, draft_token_ids=others)
+
+
+def _walk(scheduler: Any, request: Any, codes: list[int]) -> GrammarTree:
     from vllm_bastion.engine.grammar import decode, walk
 
-    tree = walk(scheduler.structured_output_manager, request, *decode(codes), prune)
+    tree = walk(scheduler.structured_output_manager, request, *decode(codes))
     RequestState.ensure(request).grammar_tree = tree
     return tree
 
@@ -134,13 +132,3 @@ def _walk(scheduler: Any, request: Any, codes: list[int], prune: bool) -> Gramma
 def _tree_of(request: Any) -> GrammarTree | None:
     state = RequestState.find(request)
     return None if state is None else state.grammar_tree
-
-
-def attach_plan(scheduler: Any, output: Any, plan: StepPlan) -> None:
-    """Tell the worker which nodes of a tree were scheduled, unless they are its first ones."""
-    for request_id, tokens in output.scheduled_spec_decode_tokens.items():
-        tree = _tree_of(scheduler.requests.get(request_id))
-        if tree is not None and tree.pruned and tree.tokens[: len(tokens)] == tokens:
-            columns = tree.columns[: len(tokens)], tree.parents[: len(tokens)]
-            plan.grammar_columns[request_id] = columns
-    plan.attach(output)

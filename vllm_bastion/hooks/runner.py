@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from vllm_bastion.attached import StepPlan
 from vllm_bastion.checkpoints.drafter_types import drafter_type_of
 from vllm_bastion.config import bastion_config, is_lagged
 from vllm_bastion.hooks.layers import current_config
@@ -135,7 +134,7 @@ def draft_tokens_handler(original: Callable[..., Any], device: Any = None) -> An
 def execute_model(
     original: Callable[..., Any], self: Any, scheduler_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Pass on what the scheduler knows: rejected nodes, waiting prompts, requests that ended."""
+    """Pass on what the scheduler knows, and store deferred rows before blocks are copied."""
     if bastion_config(self.vllm_config) is None:
         return original(self, scheduler_output, *args, **kwargs)
     from vllm_bastion.engine.runtime import runtime_of
@@ -145,14 +144,6 @@ def execute_model(
     try:
         if scheduler_output.kv_cache_block_copies and runtime.deferred is not None:
             runtime.deferred.flush()
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        if scheduler_output.has_structured_output_requests and drafts:
-            # The step comes from the scheduler: warm-up and the profile have no grammar.
-            columns = StepPlan.of(scheduler_output).grammar_columns
-            if columns:
-                from vllm_bastion.engine.draft_tokens import select_columns
-
-                select_columns(runtime, self.req_states, columns)
         return original(self, scheduler_output, *args, **kwargs)
     finally:
         runtime.scheduled = None

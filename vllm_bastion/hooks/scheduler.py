@@ -20,7 +20,7 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 from vllm_bastion import envs
 from vllm_bastion.attached import StepPlan, StepReport
 from vllm_bastion.config import BastionSpeculativeConfig
-from vllm_bastion.hooks.grammar import GrammarScheduler, attach_plan
+from vllm_bastion.hooks.grammar import GrammarScheduler
 from vllm_bastion.hooks.slots import (
     UNREADY,
     cut_placeholders,
@@ -158,7 +158,7 @@ class TreeScheduler(GrammarScheduler):
             # The requests most likely wait for the KV cache, until another one leaves. With a
             # longer interval vLLM holds them back in most steps.
             state.blocked_at, state.blocked_for = len(self.running), _BLOCKED_FOR
-        attach_plan(self, output, plan)
+        plan.attach(output)
         return output
 
     def shutdown(self) -> None:

@@ -188,8 +188,8 @@ HOOKS: tuple[Hook, ...] = (
             "randomize_inputs=)"
         ),
         why=(
-            "a grammar may reject nodes of a tree that the worker already has; vLLM copies whole "
-            "blocks, in which rows of the drafter may be missing until they are stored"
+            "no adapter sees what the scheduler sent; vLLM copies whole blocks, in which rows of "
+            "the drafter may be missing until they are stored"
         ),
         when=BASTION_WORKER,
     ),

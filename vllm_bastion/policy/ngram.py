@@ -59,12 +59,6 @@ class NgramDrafts:
         """A new request takes the slot."""
         self._last[slot, 1] = 0
 
-    def select_columns(
-        self, slots: torch.Tensor, columns: torch.Tensor, unused: torch.Tensor
-    ) -> None:
-        """Trees were pruned, see `Trees.select_columns`; unused: [G, N] bool."""
-        self.sources[slots] = self.sources[slots].gather(1, columns).masked_fill(unused, 0)
-
     def count_sources(
         self, slots: torch.Tensor, cu_num_logits: torch.Tensor, path: torch.Tensor
     ) -> torch.Tensor:

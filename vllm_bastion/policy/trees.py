@@ -260,31 +260,6 @@ class Trees:
         packed_mass.copy_(mass)
         return packed
 
-    def select_columns(
-        self,
-        slots: torch.Tensor,
-        sizes: torch.Tensor,
-        columns: torch.Tensor,
-        parents: torch.Tensor,
-    ) -> None:
-        """Prune trees to some of their columns.
-
-        Args:
-            slots: [G] int64 request slots.
-            sizes: [G] int64 columns that remain.
-            columns: [G, N] int64 those columns, in their new order.
-            parents: [G, N] int64 parents in the new numbering, -1 past the end.
-        """
-        self.parents[slots] = parents.to(torch.int32)
-        unused = parents < 0
-        self.depths[slots] = self.depths[slots].gather(1, columns).masked_fill(unused, 0)
-        scores = self.log_rho[slots].gather(1, columns)
-        self.log_rho[slots] = scores.masked_fill(unused, -torch.inf)
-        self.size[slots] = sizes.to(torch.int32)
-        if self.ngram is not None:
-            self.ngram.select_columns(slots, columns, unused)
-        ancestor_bits(self.parents, slots.contiguous(), self.bits)
-
     # ---- step t+1: the trees are verified -----------------------------------------------
 
     def begin_step(
