@@ -107,9 +107,6 @@ engine/weights.py
 hooks/engine_args.py
   vllm.config.scheduler:SchedulerConfig.get_scheduler_cls @why the engine core builds what we
       name @body resolve_obj_by_qualname(self.scheduler_cls)
-  vllm.engine.arg_utils:EngineArgs.create_engine_config @why where a step cannot hold all
-      drafts, adapters are refused with this text @body scheduler_config.max_num_batched_tokens
-      … decreasing num_speculative_tokens
 hooks/gated_delta.py
   LAYERS.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention._forward_core_fused_norm @why
       one kernel knows nothing of our rows: the hook on it says that it cannot be used @body

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,6 @@ from vllm_bastion.config import BastionSpeculativeConfig
 from vllm_bastion.hooks.requests import check_budget, process_inputs
 from vllm_bastion.platform import current_host
 from vllm_bastion.validate import BastionConfigError, arguments, engine, models
-from vllm_bastion.validate.arguments import refuse_other_spelling
 
 # --- accepted ---------------------------------------------------------------------------------
 
@@ -205,34 +203,12 @@ def test_a_wrong_key_is_refused_in_one_sentence(case: str, pair: tuple[str, str]
     is_refused(pair, names, way_out, **keys)
 
 
-SPELLINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "capitals": ({"method": "Bastion", "model": "D"}, "\"method\": 'Bastion' is unknown"),
-    "a typing error": ({"method": "bastoin", "model": "D"}, 'write "bastion"'),
-    "no method": ({"model": "D", "bastion_budget": 4}, "no method is named"),
-    "another method": ({"method": "dflash", "bastion-top-k": 4}, 'the method is "dflash"'),
-}
-
-
-@pytest.mark.parametrize("case", SPELLINGS)
-def test_our_keys_without_our_method_are_refused(case: str, pair: tuple[str, str]) -> None:
-    given, what = SPELLINGS[case]
-    args = EngineArgs(model=pair[0], load_format="dummy", speculative_config=given)
-    with pytest.raises(BastionConfigError) as caught:
-        args.create_engine_config()
-    is_one_sentence(str(caught.value), what, '"bastion"')
-
-
-def test_another_method_is_left_alone() -> None:
-    refuse_other_spelling({"method": "ngram", "num_speculative_tokens": 3})
-    refuse_other_spelling({})
-
-
 def test_the_drafter_is_split_as_the_target_is(pair: tuple[str, str]) -> None:
     assert engine_config(pair, draft_tensor_parallel_size=1) is not None
     is_refused(pair, '"draft_tensor_parallel_size": 2', "remove it", draft_tensor_parallel_size=2)
 
 
-@pytest.mark.parametrize("key", ["bastion_buget", "bastion_top_k", "bastionbudget"])
+@pytest.mark.parametrize("key", ["bastion_buget", "bastion_top_k"])
 def test_a_requests_misspelt_budget_is_refused(key: str) -> None:
     with pytest.raises(VLLMValidationError) as refused:
         check_budget({key: 1}, most=32)
@@ -286,17 +262,14 @@ def test_adapters_need_sizes_that_the_host_knows(pair: tuple[str, str]) -> None:
 
 
 def test_adapters_get_as_many_nodes_as_vllm_allows(
-    pair: tuple[str, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[str, str],
 ) -> None:
     """vLLM's defaults on an H100 have room for 7; N left out was 255, and refused."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    caplog.set_level("INFO", logger="vllm")
-    for requests, rows, nodes in ((1024, 8192, 7), (8, 128, 15)):
+    for requests, rows, nodes in ((1024, 8192, 7), (8, 128, 15), (None, None, 7)):
         arguments = {"enable_lora": True, "max_num_seqs": requests, "max_num_batched_tokens": rows}
         engine = engine_config(pair, arguments, num_speculative_tokens=None)
         assert engine.speculative_config.num_speculative_tokens == nodes
-        assert f"num_speculative_tokens is {nodes} " in caplog.text
-    arguments["max_num_batched_tokens"] = 9  # not one node each
+    arguments |= {"max_num_seqs": 8, "max_num_batched_tokens": 9}  # not one node each
     with pytest.raises(ValueError):
         engine_config(pair, arguments, num_speculative_tokens=None)
 

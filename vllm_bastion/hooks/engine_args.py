@@ -32,8 +32,8 @@ _WORKERS = {
     "vllm.v1.worker.gpu_worker.Worker": "vllm_bastion.hooks.worker.BastionWorker",
     "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_bastion.hooks.cpu_worker.BastionCPUWorker",
 }
-# Part of vLLM's message when a step cannot hold all drafts of an engine with adapters.
-_LORA_REFUSAL = "decreasing num_speculative_tokens"
+# With adapters vLLM wants a step to hold N + 1 rows of every request; its own limits hold 8.
+_NODES_WITH_ADAPTERS = 7
 
 
 def requested(engine_args: Any) -> bool:
@@ -65,7 +65,6 @@ def create_speculative_config(
 ) -> Any:
     """Build our configuration if method "bastion" is requested."""
     if not requested(self):
-        _refuse_other_spelling(self)
         return original(self, target_model_config, target_parallel_config)
     compat.require()
     # Imported late: these modules may not import on an unsupported vLLM.
@@ -85,9 +84,12 @@ def create_speculative_config(
     assert drafter_type is not None
     if "num_speculative_tokens" not in keys:
         limit = self.max_num_batched_tokens or target.max_model_len
-        keys["num_speculative_tokens"] = default_nodes(
-            keys, drafter, min(target.max_model_len, limit)
-        )
+        nodes = default_nodes(keys, drafter, min(target.max_model_len, limit))
+        if self.enable_lora and keys.get("bastion_budget", "adaptive") == "adaptive":
+            rows, requests = self.max_num_batched_tokens, self.max_num_seqs
+            most = rows // requests - 1 if rows and requests else _NODES_WITH_ADAPTERS
+            nodes = max(min(nodes, most), 1)
+        keys["num_speculative_tokens"] = nodes
     config = BastionSpeculativeConfig(
         **(keys | {"method": drafter_type.method}),
         target_model_config=target,
@@ -123,15 +125,6 @@ def _drafter_config(keys: dict[str, Any], target_model_config: Any) -> Any:
     return config
 
 
-def _refuse_other_spelling(engine_args: Any) -> None:
-    keys = engine_args.speculative_config
-    if isinstance(keys, dict) and compat.enabled():
-        from vllm_bastion.validate.arguments import refuse_other_spelling
-
-        method = engine_args.spec_method
-        refuse_other_spelling(keys | ({} if method is None else {"method": method}))
-
-
 def create_engine_config(
     original: Callable[..., Any], self: Any, usage_context: Any = None, headless: bool = False
 ) -> Any:
@@ -142,7 +135,6 @@ def create_engine_config(
     try:
         return _checked_config(original, self, usage_context, headless)
     except (ValueError, compat.UnsupportedVllmError) as error:
-        # Our own refusal, or another method's where our keys or our name are given, too.
         if in_server and _is_refusal(error):
             # Status 1 and one sentence, without the traceback of an exception.
             raise SystemExit(f"vllm serve: {error}") from None
@@ -160,12 +152,7 @@ def _is_refusal(error: Exception) -> bool:
 def _checked_config(
     original: Callable[..., Any], self: Any, usage_context: Any, headless: bool
 ) -> Any:
-    try:
-        vllm_config = original(self, usage_context, headless)
-    except ValueError as error:
-        if not (requested(self) and _choose_nodes_for_adapters(self, error)):
-            raise
-        vllm_config = original(self, usage_context, headless)
+    vllm_config = original(self, usage_context, headless)
     if requested(self):
         from vllm_bastion.validate.engine import check_engine
 
@@ -178,33 +165,6 @@ def _checked_config(
         # vLLM 0.33 lowers it to fit its drafter's buffers; ours hold `max_num_seqs` requests.
         vllm_config.scheduler_config.max_num_active_seqs = self.max_num_active_seqs
     return vllm_config
-
-
-def _choose_nodes_for_adapters(engine_args: Any, error: Exception) -> bool:
-    """If the user did not set N, take as many nodes as vLLM allows with adapters.
-
-    vLLM requires a step to hold N + 1 rows of every request. It checks this once its own defaults
-    are known. By then N has been chosen, so only its refusal shows that N is too large.
-    """
-    keys = _merged(engine_args)
-    left_out = "num_speculative_tokens" not in keys
-    adaptive = keys.get("bastion_budget", "adaptive") == "adaptive"
-    if not (engine_args.enable_lora and _LORA_REFUSAL in str(error) and left_out and adaptive):
-        return False
-    rows, requests = engine_args.max_num_batched_tokens, engine_args.max_num_seqs
-    nodes = rows // requests - 1
-    if nodes < 1:
-        return False
-    logger.info(
-        "Adapters need a step that holds every request's nodes: num_speculative_tokens is %d "
-        "(max_num_batched_tokens %d, max_num_seqs %d); fewer requests allow more",
-        nodes,
-        rows,
-        requests,
-    )
-    own = engine_args.speculative_config or {}
-    engine_args.speculative_config = {**own, "num_speculative_tokens": nodes}
-    return True
 
 
 def prefer_flash_attention(vllm_config: Any) -> None:

@@ -10,7 +10,6 @@ it reaches the engine core.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any
 
@@ -97,15 +96,13 @@ def validate_spec_decode(original: Callable[..., None], self: Any, speculative_c
 
 
 def check_budget(extra_args: dict[str, Any], most: int) -> None:
-    """Refuse a budget that is not a whole number from 0 to `most`, and other spellings of its key.
+    """Refuse a budget that is not a whole number from 0 to `most`, and other keys of ours.
 
     Raises:
         VLLMValidationError: naming the key and the range; the server answers with status 400.
     """
     for key in extra_args:
-        if key != REQUEST_BUDGET and (
-            key.startswith(PREFIX) or difflib.get_close_matches(key, [REQUEST_BUDGET], cutoff=0.8)
-        ):
+        if key != REQUEST_BUDGET and key.startswith(PREFIX):
             raise VLLMValidationError(
                 f'"{key}" in extra_args (vllm_xargs) is unknown: a request\'s own budget is '
                 f'"{REQUEST_BUDGET}"'

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vllm_bastion.config import PREFIX, default_of, key_adapter, standard_keys, user_keys
+from vllm_bastion.config import default_of, key_adapter, standard_keys, user_keys
 from vllm_bastion.platform import current_host
 from vllm_bastion.validate import BastionConfigError
 
@@ -60,21 +60,6 @@ _OPTIONS_OFF: dict[str, Any] = {
     "return_sampling_mask": False,  # assumes that row i of a request is its token i
     "enable_return_routed_experts": False,
 }
-
-
-def refuse_other_spelling(given: dict[str, Any]) -> None:
-    """Refuse our keys, or a misspelt name of the method, in an engine of another method."""
-    method = given.get("method")
-    word = method.strip().lower() if isinstance(method, str) else ""
-    if word == METHOD or difflib.get_close_matches(word, [METHOD], cutoff=0.8):
-        raise BastionConfigError(f'"method": {method!r} is unknown to vLLM: write "{METHOD}"')
-    own = [key for key in given if key.replace("-", "_").startswith(PREFIX)]
-    if own:
-        what = "no method is named" if method is None else f'the method is "{method}"'
-        raise BastionConfigError(
-            f'"{own[0]}" in speculative_config is a key of method "{METHOD}", and {what}: set '
-            f'"method" to "{METHOD}", or remove the key'
-        )
 
 
 def check_keys(keys: dict[str, Any]) -> None:
