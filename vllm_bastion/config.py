@@ -68,8 +68,6 @@ class BastionSpeculativeConfig(SpeculativeConfig):
 
     bastion_gamma: int = Field(default=0, init=False)
     """Drafted depth, block_size - 1 of the drafter; read from its checkpoint, not a setting."""
-    drafter_positions: int | None = Field(default=None, init=False)
-    """The longest context that the drafter was trained for, as its checkpoint says."""
     worker_runtime: Any = Field(default=None, init=False)
     """The worker's `engine.runtime.Runtime`, None elsewhere: every adapter is given this config."""
 

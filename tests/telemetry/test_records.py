@@ -70,7 +70,7 @@ def test_sums_survive_msgpack_and_add_up() -> None:
 
 
 def fit(clock: Clock) -> DrafterFit:
-    return DrafterFit("some/drafter", "some/target", 4096, clock)
+    return DrafterFit("some/drafter", "some/target", clock)
 
 
 def test_a_drafter_that_does_not_fit_is_told_once_an_hour() -> None:
@@ -79,7 +79,7 @@ def test_a_drafter_that_does_not_fit_is_told_once_an_hour() -> None:
     assert all(judge.observe(1, i == 3) is None for i in range(TREES - 1))
     warning = judge.observe(1, 0)
     assert warning is not None and f"{TREES} trees had 1 draft tokens" in warning
-    for words in ("some/drafter", "some/target", "chat template", "4096", "quantised", "target"):
+    for words in ("some/drafter", "some/target", "chat template", "quantised", "target"):
         assert words in warning
     clock.now = 3599.0
     assert judge.observe(TREES, 0) is None
@@ -107,18 +107,6 @@ def test_ngram_drafts_carry_no_signal_about_the_drafter() -> None:
         collector.add(ngrams)
         collector.add(StepRecord(nodes=[8], accepted=[3], sources=[5, 3, 0, 0, 3, 0]))
     assert len(told) == 1 and f"{TREES} trees had 0 draft tokens" in told[0]
-
-
-def test_a_context_beyond_the_drafters_training_is_told_once_an_hour() -> None:
-    clock = Clock()
-    judge = fit(clock)
-    assert judge.observe_context(4096) is None
-    warning = judge.observe_context(4097)
-    assert warning is not None and "4097" in warning and "4096" in warning
-    assert judge.observe_context(9999) is None
-    clock.now = 3600.0
-    assert judge.observe_context(9999) is not None
-    assert DrafterFit("d", "t", None).observe_context(10**9) is None
 
 
 def test_the_collector_hands_on_sums_now_and_then_and_loses_nothing() -> None:

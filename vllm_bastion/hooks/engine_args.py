@@ -90,14 +90,21 @@ def create_speculative_config(
             most = rows // requests - 1 if rows and requests else _NODES_WITH_ADAPTERS
             nodes = max(min(nodes, most), 1)
         keys["num_speculative_tokens"] = nodes
-    config = BastionSpeculativeConfig(
+    # vLLM may raise it in the config that it loads the drafter with.
+    positions = getattr(drafter, "max_position_embeddings", None) or target.max_model_len
+    if positions < target.max_model_len:
+        logger.warning(
+            'The drafter "%s" was trained for at most %d tokens, and max_model_len is %d. Expect '
+            "few accepted tokens beyond; the output stays right",
+            keys["model"],
+            positions,
+            target.max_model_len,
+        )
+    return BastionSpeculativeConfig(
         **(keys | {"method": drafter_type.method}),
         target_model_config=target,
         target_parallel_config=target_parallel_config,
     )
-    # vLLM may raise it in the config that it loads the drafter with.
-    config.drafter_positions = getattr(drafter, "max_position_embeddings", None)
-    return config
 
 
 def _drafter_config(keys: dict[str, Any], target_model_config: Any) -> Any:

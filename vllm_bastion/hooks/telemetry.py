@@ -49,13 +49,7 @@ def collect(
     collector = state.collector
     if collector is None:
         collector = state.collector = _make_collector(scheduler.vllm_config)
-    step = _record(scheduler, state, scheduled, report, outputs)
-    collector.add(step)
-    if step.nodes and collector.positions < scheduler.max_model_len:
-        drafts = (scheduler.requests.get(name) for name in scheduled.scheduled_spec_decode_tokens)
-        longest = max((request.num_tokens for request in drafts if request is not None), default=0)
-        if longest > collector.positions:
-            collector.context(longest)
+    collector.add(_record(scheduler, state, scheduled, report, outputs))
 
 
 def send(scheduler: Any, state: SchedulerState, outputs: dict[int, Any]) -> None:
@@ -122,9 +116,7 @@ def log_whole_run(state: SchedulerState) -> None:
 
 def _make_collector(vllm_config: Any) -> Collector:
     config = settings_of(vllm_config)
-    fit = DrafterFit(
-        config.draft_model_config.model, config.target_model_config.model, config.drafter_positions
-    )
+    fit = DrafterFit(config.draft_model_config.model, config.target_model_config.model)
     return Collector(fit, logger.warning)
 
 

@@ -38,10 +38,7 @@ class Collector:
         warn: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.fit = fit
-        self._warn, self._clock = warn, clock
-        # The longest context that the drafter was trained for.
-        self.positions = math.inf if fit.positions is None else fit.positions
+        self._fit, self._warn, self._clock = fit, warn, clock
         self._sums: Counts = Counter()
         self._sent: Counts = Counter()
         self._next = -math.inf
@@ -50,12 +47,7 @@ class Collector:
         """Add one step."""
         add(self._sums, step)
         trees, tokens = by_drafter(step.nodes, step.accepted, step.sources)
-        if trees and (warning := self.fit.observe(trees, tokens)) is not None:
-            self._warn(warning)
-
-    def context(self, length: int) -> None:
-        """A request with `length` tokens, more than `positions`, gets drafts."""
-        if (warning := self.fit.observe_context(length)) is not None:
+        if trees and (warning := self._fit.observe(trees, tokens)) is not None:
             self._warn(warning)
 
     def due(self, idle: bool) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings about a drafter that does not fit its target, or is used beyond its training.
+"""The warning about a drafter that does not fit its target.
 
 A wrong drafter makes decoding slow, but not wrong, so without a warning it goes unnoticed.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable
 TREES = 128
 # A drafter with fewer accepted tokens per tree does not fit; one that fits has several.
 FEWEST_ACCEPTED = 0.1
-# Seconds between two equal warnings.
+# Seconds between two warnings.
 _PAUSE = 3600.0
 
 
@@ -22,31 +22,16 @@ class DrafterFit:
     """Judges an engine's trees, TREES at a time.
 
     Args:
-        drafter: name or folder of the drafter, as the user gave it.
-        target: likewise.
-        positions: the longest context that the drafter was trained for; None if unknown.
+        drafter, target: names or folders, as the user gave them.
         clock: seconds; for tests.
     """
 
     def __init__(
-        self,
-        drafter: str,
-        target: str,
-        positions: int | None,
-        clock: Callable[[], float] = time.monotonic,
+        self, drafter: str, target: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._drafter, self._target, self.positions = drafter, target, positions
-        self._clock = clock
+        self._drafter, self._target, self._clock = drafter, target, clock
         self._trees = self._accepted = 0
-        self._next: dict[str, float] = {}
-
-    def _paused(self, kind: str) -> bool:
-        """Whether a warning was given lately; if not, one is given now."""
-        now = self._clock()
-        if now < self._next.get(kind, now):
-            return True
-        self._next[kind] = now + _PAUSE
-        return False
+        self._next = -float("inf")
 
     def observe(self, trees: int, accepted: int) -> str | None:
         """Add verified trees and their accepted draft tokens. Returns a warning, or None."""
@@ -55,23 +40,13 @@ class DrafterFit:
         if judged < TREES:
             return None
         self._trees = self._accepted = 0
-        if tokens >= FEWEST_ACCEPTED * judged or self._paused("fit"):
+        if tokens >= FEWEST_ACCEPTED * judged or self._clock() < self._next:
             return None
-        trained = f" ({self.positions} tokens)" if self.positions is not None else ""
+        self._next = self._clock() + _PAUSE
         return (
             f'The drafter "{self._drafter}" does not fit the target "{self._target}": '
             f"{judged} trees had {tokens} draft tokens. Likely causes: it was trained for "
             "another target; the prompts use another chat template than its training data; the "
-            f"context is longer than the drafter's positions{trained}; or the target is quantised "
-            "and its hidden states differ. The output is right, but drafting gains nothing"
-        )
-
-    def observe_context(self, length: int) -> str | None:
-        """A request with `length` tokens gets drafts. Returns a warning, or None."""
-        if self.positions is None or length <= self.positions or self._paused("context"):
-            return None
-        return (
-            f'A request has {length} tokens, but the drafter "{self._drafter}" was trained for at '
-            f"most {self.positions}. Expect few accepted tokens beyond that; the output stays "
-            "right. Use a drafter with more positions, or lower max_model_len"
+            "context is longer than the drafter's positions; or the target is quantised and its "
+            "hidden states differ. The output is right, but drafting gains nothing"
         )
