@@ -254,27 +254,9 @@ def _padded(max_rows: int, captured_sizes: Sequence[int]) -> FloatArray:
     return np.where(graph < len(sizes), np.append(sizes, 0.0)[graph], rows)
 
 
-# Words of torch's device name, TFLOP/s and GB/s, most specific first, from NVIDIA's data sheets and
-# white papers: dense bf16 with fp32 accumulation (half of the sparse figure where only that is).
-_KNOWN: tuple[tuple[str, float, float], ...] = (
-    ("a100 sxm 80gb", 312, 2039), ("a100 40gb", 312, 1555), ("a100 80gb", 312, 1935),
-    ("h100 pcie", 756.5, 2000), ("h100 nvl", 835.5, 3900), ("h100", 989.5, 3350),
-    ("h200 nvl", 835.5, 4800), ("h200", 989.5, 4800), ("b200", 2250, 8000),
-    ("rtx pro 6000 blackwell", 503.8, 1792), ("rtx a6000", 154.8, 768), ("l40s", 362.05, 864),
-    ("rtx 4090", 165.2, 1008),
-)  # fmt: skip
-
-
 def device_spec(device: torch.device, dtype: torch.dtype) -> DeviceSpec:
-    """The peaks of a device, of a GPU that is not known and of a CPU measured in half a second.
-
-    Measured peaks differ between ranks, which have to agree on one's.
-    """
+    """The peaks of a device, measured in half a second. Ranks have to agree on one's."""
     cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device).lower() if cuda else ""
-    for words, tflops, gb_per_s in _KNOWN:
-        if all(word in name for word in words.split()):
-            return DeviceSpec(tflops * 1e12, gb_per_s * 1e9)
 
     def seconds(work: Callable[[], object]) -> float:
         """The best of three, after a pass that allocates and chooses a kernel."""
