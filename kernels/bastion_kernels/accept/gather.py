@@ -3,9 +3,8 @@
 
     outs[i][m] = sources[i][rows[m]]      for every source i and every m with rows[m] >= 0
 
-After acceptance the drafter needs the target's hidden states along the accepted path: row d of its
-context is the node at depth d. One launch gathers the same rows of several layers. Every row is
-read and written once.
+After acceptance the drafter needs the target's hidden states along the accepted path, of several
+layers.
 """
 
 from __future__ import annotations

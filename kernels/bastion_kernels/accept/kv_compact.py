@@ -6,13 +6,10 @@ With root row t0 = query_start_loc[r+1] - (cu[r+1] - cu[r]) and slots m_g of KV-
     cache[m_g[t0 + i]] = cache[m_g[t0 + path[r, i]]]     for i >= 1 while path[r, i] >= 0
 
 One launch moves all caches of a layout, of any group; a table in device memory has their addresses.
-A model has one layout, or a few if its layers differ. Layouts are compile-time constants: index
-arithmetic is cheap, and the compiler can use 16-byte accesses. Nodes are numbered parents first, so
-path[i] >= i. A destination can be the source of another entry, so a program loads all source rows
-of its columns before it stores any. Entries with path[i] = i are in place and cause no traffic.
-
-Caches of any dtype are moved as the widest integers that their layout allows. Bytes moved:
-2 * rows * heads * C * itemsize for each cache.
+Layouts are compile-time constants. Nodes are numbered parents first, so path[i] >= i. A destination
+can be the source of another entry, so a program loads all source rows of its columns before it
+stores any. Entries with path[i] = i are in place and cause no traffic. Caches of any dtype are
+moved as the widest integers that their layout allows.
 """
 
 from __future__ import annotations

@@ -6,9 +6,6 @@
 
 Each token is drawn from the target's distribution given the node's prefix. The emitted tokens are
 therefore those of plain decoding, for any tree and temperature.
-
-The kernel keeps a request's parents and tokens in registers. A step down is one load (the token
-drawn at the node) and one minimum over the columns (the first child with that token).
 """
 
 from __future__ import annotations

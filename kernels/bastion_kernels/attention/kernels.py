@@ -3,15 +3,12 @@
 
 A q-block is BLOCK_Q query rows of one request. Packed with the GROUP heads of one key head, it
 fills BLOCK_M >= BLOCK_Q * GROUP rows of a matrix product. A program processes one run of the plan
-(see `plan`): one q-block in each bundle of the run. One long request therefore fills the GPU as
-well as many short ones. The grid is constant, and all that changes between steps is read from
-device memory, so a CUDA graph can capture the launch.
+(see `plan`): one q-block in each bundle of the run. The grid is constant, and all that changes
+between steps is read from device memory, so a CUDA graph can capture the launch.
 
 A q-block inside one run is written directly. If a run boundary cuts a q-block, every program stores
 its partial result (output, maximum, sum; unnormalised, fp32), and a counter tells the last program
-to merge them. A separate merge kernel would add a launch to every layer; merging in place costs
-nothing when no q-block is cut. The merge follows the order of the tiles, whichever program comes
-last, so repeated runs are bit-equal. The last program keeps its own part in registers.
+to merge them, in the order of the tiles: repeated runs are bit-equal.
 """
 
 from __future__ import annotations

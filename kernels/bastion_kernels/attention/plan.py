@@ -2,10 +2,9 @@
 """Triton kernel that divides a step's attention among programs, once for all layers.
 
 A q-block is BLOCK_Q query rows of one request; it has ceil(visible rows / BLOCK_N) tiles of cached
-rows. All q-blocks of a request read nearly the same tiles. Read at different times, a long context
-would be loaded from memory once per q-block, because it exceeds the L2 cache. Therefore up to WIDTH
-neighbouring q-blocks of a request form a bundle. A bundle is processed by a team of programs, one
-for each q-block, that read the same tiles at the same time.
+rows. Up to WIDTH neighbouring q-blocks of a request form a bundle, which a team of programs
+processes, one for each q-block: they read the same tiles at the same time, because a long context
+exceeds the L2 cache.
 
 Bundles of one width are laid end to end, once for each key head. This line is cut into equal runs
 of `chunk` tiles, one for each team:
@@ -17,13 +16,9 @@ of `chunk` tiles, one for each team:
 With a window, tiles before the window of the bundle's first row are skipped. The plan does not know
 which rows belong to a tail, so it assumes the smallest position the row could have.
 
-A run that contains parts of two q-blocks has to set up and merge both. If there is a team for each
-head of each bundle, a bundle's part of the line is therefore rounded up to whole runs, unless that
-lengthens the runs by more than a second q-block costs.
-
-Each width in the step has its own line. `chunk` is the smallest length for which the teams have no
-more members than there are programs. It bounds every program's work; rounding wastes less than one
-team per width in use.
+If there is a team for each head of each bundle, a bundle's part of the line is rounded up to whole
+runs, unless that lengthens the runs by more than a second q-block in a run costs. `chunk` is the
+smallest length for which the teams have no more members than there are programs.
 """
 
 from __future__ import annotations

@@ -22,9 +22,8 @@ _SECOND = 4
 # most q-blocks that read the same tiles together. At eight, arithmetic already takes longer than
 # loading the tile.
 _MAX_WIDTH = 8
-# Places for bundles in the smallest variant of the plan's kernel. Registers per thread and
-# instructions for sm_90 by Triton 3.9, 32 query heads over 8: 95 and 1,792 with 64 places, 110 and
-# 2,632 with 512, 187 and 4,360 with 1,024, 255 and 8,128 with 2,048 (16 bytes spill).
+# Places for bundles in the smallest variant of the plan's kernel, which has 95 registers per thread
+# on sm_90; with 2,048 places it has 255.
 _FEWEST = 64
 
 
@@ -85,16 +84,9 @@ def default_tiles(
 ) -> Tiles:
     """Tile sizes for a data type, padded head dimension and number of heads per key head.
 
-    On Hopper a warpgroup's matrix instruction has 64 rows. Two programs of one warpgroup each share
-    a multiprocessor, so the softmax of one overlaps the products of the other. Two warpgroups in
-    one program synchronise at every tile, which is 1.1 to 1.3 times slower on an H100 (head
-    dimension 128, trees of 64 nodes; `benchmarks/README.md`).
-
-    Other GPUs have less shared memory, and their matrix instructions read from registers: 128 rows
-    of 128 columns would spill. They get fewer rows, and as many stages as fit in shared memory.
-
-    fp32 products are exact (no TF32). They use the ordinary units, with tiles that fit the
-    registers of every GPU.
+    On Hopper two programs of one warpgroup (64 rows) share a multiprocessor, so the softmax of one
+    overlaps the products of the other: two warpgroups in one program are 1.1 to 1.3 times slower on
+    an H100 (head dimension 128, trees of 64 nodes). fp32 products are exact (no TF32).
 
     Args:
         shared: shared memory per program, in bytes.

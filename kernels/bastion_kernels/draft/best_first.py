@@ -15,11 +15,10 @@ LiLiCorr and DSpark have a row for each candidate of the depth above.
 An n-gram draft may be a branch of the same tree, see `mix_ngram`. Its nodes have their own rows.
 
 The frontier has one entry per node of the tree: the node's best child that has not been taken.
-Taking it adds a node, with its own entry, and advances the entry to the next sibling. Ties go to
-the lower parent number, and sums are rounded to fp32 from the root down, so all implementations
-compute the same tree. A single row of a depth is sorted: the next sibling is one load. M rows are
-not, because a tree of N nodes reads at most N + 1 of the D * M; the next sibling is searched among
-the M candidates.
+Taking it adds a node, with its own entry, and advances the entry to the next sibling: one load from
+a single row, which is sorted; a search among the M candidates of M rows. Ties go to the lower
+parent number, and sums are rounded to fp32 from the root down, so all implementations compute the
+same tree.
 """
 
 from __future__ import annotations

@@ -1,18 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernel of `best_first`.
+"""The Triton kernel of `best_first`: one warp per request takes one node per round.
 
-The kernel takes one node per round. The alternative, depth by depth (the N best prefixes of a depth
-are among the children of the N best of the depth above), needs D rounds that each select N of about
-N ln N candidates: some 60 compare-exchange stages over 2,048 keys for N = 256, most of them through
-shared memory, times D = 15. Here the frontier stays in the registers of one warp. A round is two
-integer minima (one `redux.sync` each), two cached loads and a few selects per 32 entries: 65 / 138
-/ 230 instructions on sm_90 for N = 64 / 256 / 512, independent of K, without barriers or stores. By
-instruction count (not measured) N rounds take 10,000 cycles at N = 64 and 60,000 at N = 256;
-sorting would be no faster and need far more code. Requests run in parallel, one warp each.
-
-Two encodings keep the round short. Scores are stored as costs -log rho >= 0, whose fp32 bits sort
-like integers. Parent number, depth and rank of the winner are packed into one integer, whose
-minimum among equal costs breaks ties.
+The frontier stays in the warp's registers, so a round has no barrier and stores nothing. Scores are
+costs -log rho >= 0, whose fp32 bits sort like integers. Parent number, depth and rank of the winner
+are packed into one integer, whose minimum among equal costs breaks ties.
 """
 
 from __future__ import annotations

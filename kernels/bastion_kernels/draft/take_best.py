@@ -2,13 +2,10 @@
 """Lay out a step with the best nodes of all requests.
 
 Each request's nodes are sorted by path score. A node's rank is its own column plus, by binary
-search, the number of better nodes in every other request; ties go to the lower row, so the ranks
-are a permutation of 0, 1, .. and equal on all ranks of a tensor-parallel group. A search is a chain
-of log2(N) loads; several requests are searched in parallel to overlap the chains. A request gets as
-many nodes as have a rank below the step's total, which in its tree are the first ones. The last
-program to finish sums them up to the first row of each request.
-
-No compile-time argument depends on R, so all batch sizes share one compiled kernel.
+search, the number of better nodes in every other request; ties go to the lower row, so all ranks of
+a tensor-parallel group find the same. A request gets as many nodes as have a rank below the step's
+total, which in its tree are the first ones. The last program to finish sums them up to the first
+row of each request.
 """
 
 from __future__ import annotations

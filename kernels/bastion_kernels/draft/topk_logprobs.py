@@ -11,16 +11,10 @@ sum exp(logit - largest logit of the slice). The ranks exchange these (M * (8 K 
 NaN ranks as -inf; a row with a NaN gets NaN for all its log-probabilities.
 
 Two launches, one warp per program, no sort. `_maxima_kernel` streams the logits once, in chunks of
-2,048 (the 15 rows of one request are 1,125 programs at V = 151,936). It stores the maximum of every
-segment of 64, and the mass and the best segment of every chunk. `_pop_kernel`, one warp per row,
-takes the row's best logit K times. It holds the best of every chunk in registers (4 per thread at
-that V), so the overall best is a reduction within the warp. It reads the best segment again, for
-the token and for the remaining maximum, and the maxima of the chunk's other segments, for the
-chunk's next best. Tokens already taken need no record: they precede the last one in the total
-order.
-
-A round is two independent loads and seven integer reductions (`redux.sync`), 123 instructions on
-sm_90. Memory traffic is that of the logits, M * V * itemsize bytes, plus 2% for the maxima.
+2,048. It stores the maximum of every segment of 64, and the mass and the best segment of every
+chunk. `_pop_kernel`, one warp per row, takes the row's best logit K times from the bests of the
+chunks in its registers, and reads the best segment again for what remains. Tokens already taken
+need no record: they precede the last one in the total order.
 """
 
 from __future__ import annotations
