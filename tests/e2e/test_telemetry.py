@@ -108,7 +108,8 @@ def test_the_servers_metrics_are_whole(
             assert values(text, "generation_tokens_total") == tokens
             assert values(text, "bastion_steps_total", kind="tree") > 0
             found = snapshot(text)
-            assert (found["trees"], found["nodes"]) == (trees, drafted)
+            trees = values(text, "spec_decode_num_drafts_total")
+            assert (found["trees"], found["nodes"]) == (trees, by_source)
             own = [line for line in text.splitlines() if line.startswith("vllm:bastion_")]
             assert all('engine="0"' in line and "model_name=" in line for line in own)
         # vLLM logs statistics once a second here, and with several API servers never.
