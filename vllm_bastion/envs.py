@@ -8,6 +8,7 @@ import, so that tests and child processes see the current ones.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,10 +34,18 @@ def telemetry() -> bool:
 
 
 def cache_dir() -> Path:
-    """Folder of compiled functions; not created here."""
-    from bastion_kernels.cpu.cache import root  # it imports PyTorch
+    """Folder of compiled functions; not created here.
 
-    return root()
+    `bastion_kernels.cpu.cache.root` is the same function: the ops do not import this package, and
+    this module must not import PyTorch.
+    """
+    try:
+        if own := os.environ.get("VLLM_BASTION_CACHE"):
+            return Path(own).expanduser()
+        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError:  # HOME is unset and the user id is unknown
+        return Path(tempfile.gettempdir()) / f"vllm-bastion-{os.getuid()}"
+    return base / "vllm-bastion"
 
 
 def quiet() -> None:
