@@ -274,7 +274,7 @@ def test_refusals_name_the_argument() -> None:
     decays = torch.zeros(rows, h, dtype=torch.float64)
     rest = (step.places, step.starts, step.tails, step.slots, step.bits, 1.0, *made)
     args = (step.query, step.key, step.value, step.gate, step.beta, step.state, *rest)
-    refuses("decays must be contiguous with at least", gated_delta_tree, *args, decays[:2])
+    refuses("decays must have shape", gated_delta_tree, *args, decays[:2])
     double = *args[:3], step.gate.double(), *args[4:], decays
     refuses("gate must be", gated_delta_tree, *double)
     refuses(

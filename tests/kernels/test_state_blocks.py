@@ -83,7 +83,7 @@ def test_refusals_name_the_argument() -> None:
     refuses("decodes must be torch.bool", find_states, starts, two, two, *rest)
     refuses("seq_lens must be torch.int32", find_states, starts, two.long(), None, *rest)
     short = (held, 9, starts[:2], two[:1], ints(0).repeat(2, 1))
-    refuses("2 requests do not fit starts", find_states, starts, two, None, *short)
+    refuses("starts must have shape", find_states, starts, two, None, *short)
     path, into, lengths = starts[None].repeat(2, 1), two.repeat(2, 2, 1), two.repeat(2, 1)
     refuses("lengths must have shape", find_commits, two, path, held, into, two[None])
     one_state = StateBlocks(tables(2), 0)

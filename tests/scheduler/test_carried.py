@@ -17,11 +17,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.spec_decode.metrics import SpecDecodingLogging
 from vllm.v1.worker.gpu_worker import Worker
 
-from tests.scheduler_core import GAMMA, NODES, call, engine_of, new_core, new_request, settings
+from tests.scheduler_core import GAMMA, NODES, call, new_core, new_request, settings
 from vllm_bastion.attached import MissingRecordError, StepPlan, StepReport
-from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.hooks.engine_args import use_own_classes
-from vllm_bastion.hooks.runner import execute_model
 from vllm_bastion.scheduler.gate import Arm
 from vllm_bastion.validate import BastionConfigError
 
@@ -69,21 +67,6 @@ def test_a_step_with_drafts_must_say_what_it_verified() -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("plan", [False, True])
-def test_a_step_with_a_grammar_must_say_which_nodes_it_verifies(plan: bool) -> None:
-    runner = SimpleNamespace(vllm_config=engine_of(settings()), adaptive_verification=object())
-    runner.vllm_config.speculative_config.worker_runtime = Runtime(SimpleNamespace())
-    output, ran = scheduled(a=5), []
-    output.has_structured_output_requests = True
-    if plan:
-        execute_model(lambda *_: ran.append(output), runner, output)
-        assert ran == [output]
-    else:
-        del output.bastion
-        with pytest.raises(MissingRecordError, match="lost the StepPlan"):
-            execute_model(lambda *_: ran.append(output), runner, output)
-
-
 def test_records_survive_the_way_between_processes() -> None:
     """vLLM's executors send both through this queue."""
     queue = MessageQueue(1, 1)
@@ -93,7 +76,7 @@ def test_records_survive_the_way_between_processes() -> None:
     reader.wait_until_ready()
     queue_ready.join()
     step = SchedulerOutput.make_empty()
-    plan = StepPlan({"r": ([0, 2], [0, 1])}, Arm.PLAIN, Arm.NGRAM, "fastest", 2.5)
+    plan = StepPlan(Arm.PLAIN, Arm.NGRAM, "fastest", 2.5)
     plan.attach(step)
     result = ModelRunnerOutput(req_ids=["r"], req_id_to_index={"r": 0})
     report = StepReport({"r": 3}, Arm.NGRAM, 1.5, [3, 0, 0, 1, 0, 0])
