@@ -116,7 +116,7 @@ class GatedDeltaCommit(Op):
 
     def check(self) -> None:
         _, heads, dim, width = self.states.first.shape
-        sizes = {"HEADS": heads, "DIM": dim, "WIDTH": width}
+        sizes = {"HEADS": heads, "DIM": dim, "WIDTH": width, "R": self.path.shape[0]}
         self.check_declared(self.name, L=len(self.states.states), **sizes)
 
     def triton(self) -> None:

@@ -225,7 +225,8 @@ class ShortConvCommit(Op):
     lengths: Annotated[Tensor | None, "[COMMITS, R] int32"] = None
 
     def check(self) -> None:
-        self.check_declared(self.name, L=len(self.states.states), C=self.states.first.shape[1])
+        sizes = {"L": len(self.states.states), "C": self.states.first.shape[1]}
+        self.check_declared(self.name, R=self.path.shape[0], **sizes)
 
     def triton(self) -> None:
         _, channels, kept = self.states.first.shape
