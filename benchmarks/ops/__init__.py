@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check every op of bastion_kernels, then time it, on this machine's GPU.
 
-    python -m benchmarks.ops [--op attention] [--replays 100] [--out FILE.json]
+    python -m benchmarks.ops [--op attention] [--replays 100]
     python -m benchmarks.ops --quick     # only cases with a bar: minutes
 
 For each case: median, 20th and 80th percentile in microseconds, GB/s, the clock of the
 multiprocessors, the fastest rival's time (FlashAttention 3), and the bar as measured over allowed
-(met if at most 1). A case whose check fails is not timed. The JSON file is rewritten after every
-case, so an interrupted run is not lost.
+(met if at most 1). A case whose check fails is not timed.
 
 At least 5 calls are captured one after another into one CUDA graph. This excludes host time, shares
 the start of a replay among the calls, and lets each call use its own data (a layer's cache, say)
