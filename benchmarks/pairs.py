@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 from benchmarks import TINY
@@ -41,25 +39,3 @@ def pair_dtype(name: str) -> str:
     vLLM's linear attention on a CPU takes bfloat16 only, so the hybrid pair cannot.
     """
     return "float32" if name == "tiny" else "bfloat16"
-
-
-def longer(name: str, pair: Path, positions: int) -> Path:
-    """The pair, or a copy with room for that many positions in its configs; weights are linked.
-
-    The folder is always the same one, because code that vLLM compiles is stored by it.
-    """
-    kinds = ("target", "drafter")
-    configs = {kind: json.loads((pair / kind / "config.json").read_text()) for kind in kinds}
-    if all(config["max_position_embeddings"] >= positions for config in configs.values()):
-        return pair
-    copy = cache_dir() / "long" / f"{name}-{positions}"
-    shutil.rmtree(copy, ignore_errors=True)
-    for kind, config in configs.items():
-        folder = copy / kind
-        folder.mkdir(parents=True)
-        for path in (pair / kind).iterdir():
-            if path.name != "config.json":
-                (folder / path.name).symlink_to(path.resolve())
-        most = max(config["max_position_embeddings"], positions)
-        (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": most}))
-    return copy

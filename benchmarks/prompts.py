@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts from files: the tiny pair's, and conversations of any pair."""
+"""Prompts from files of JSON lines."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
-
-DOMAINS = ("code", "arithmetic", "chat")
 
 Row = dict[str, Any]
 T = TypeVar("T")
@@ -27,16 +25,6 @@ class Prompt:
     id: str
     turns: tuple[str, ...]
     params: Row = field(default_factory=dict)
-
-
-def load_prompts(path: Path, per_domain: int | None = None) -> list[dict[str, str]]:
-    """Read rows of `id`, `domain` and `prompt`: all, or `per_domain` evenly spaced ones of each."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    picked = []
-    for domain in DOMAINS:
-        own = [row for row in rows if row["domain"] == domain]
-        picked += spread(own, per_domain)
-    return picked
 
 
 def load_jsonl(path: Path, samples: int | None = None) -> list[Prompt]:

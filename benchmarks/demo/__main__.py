@@ -28,8 +28,7 @@ from benchmarks.e2e.methods import Target, method_of
 from benchmarks.harness.driver import Response, start_driver
 from benchmarks.harness.engine import Engine, Request
 from benchmarks.harness.process import begun
-from benchmarks.progress import Progress
-from benchmarks.prompts import Prompt, load_prompts
+from benchmarks.prompts import Prompt, load_jsonl
 from benchmarks.smollm2.install import pair as real_pair
 from benchmarks.smollm2.target import CannotFetch
 
@@ -77,10 +76,9 @@ def pair_of(name: str) -> Pair:
 def prompts_of(pair: Pair) -> Iterator[tuple[str, str, Request]]:
     """(domain, text, request) of each prompt; questions get the target's chat template."""
     if pair.folder == TINY:
-        rows = {row["id"]: row for row in load_prompts(TINY / "prompts.jsonl")}
-        for name in _CONTINUED:
-            text = rows[name]["prompt"]
-            yield rows[name]["domain"], text, Request(name, text, pair.tokens)
+        for one in load_jsonl(TINY / "prompts.jsonl"):
+            if one.id in _CONTINUED:
+                yield one.set, one.turns[0], Request(one.id, one.turns[0], pair.tokens)
         return
     tokenizer = AutoTokenizer.from_pretrained(pair.folder / "target")
     renderer = Renderer(tokenizer, raw=False, limit=1024)
@@ -132,14 +130,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The first two import vLLM and read their models side by side; bastion times its steps
         # while it starts, so nothing else runs then.
         for names in (("plain", "dflash"), ("bastion",)):
-            progress = Progress(" and ".join(names))
+            print(f"Starting {' and '.join(names)}", flush=True)
             started = {name: stack.enter_context(begun(engines[name])) for name in names}
             for name, process in started.items():
-                process.answer(progress)
+                process.answer()
                 process.start(start_driver, engines[name])
             for process in started.values():
-                process.answer(progress)
-            progress.done(f"started in {progress.seconds:.0f} s")
+                process.answer()
             for name, process in started.items():
                 warm_up = replace(requests[0], max_tokens=_WARM_UP_TOKENS, params={})
                 process.call("drive", [warm_up], 1)

@@ -38,7 +38,7 @@ from benchmarks.e2e.report import page
 from benchmarks.e2e.rounds import Plan, Runner
 from benchmarks.e2e.store import Round, Store, StoreError, read_rows
 from benchmarks.harness.engine import Engine
-from benchmarks.pairs import REAL, longer, pair_dtype, pair_folder
+from benchmarks.pairs import REAL, pair_dtype, pair_folder
 from benchmarks.prompts import DataError, Prompt, load_jsonl
 from benchmarks.provenance import device_name, provenance, without_folders
 
@@ -158,8 +158,6 @@ def target_of(given: argparse.Namespace) -> Target:
     if given.pair is None:
         return Target(given.target, given.drafter, given.eagle3)
     folder = pair_folder(given.pair)
-    if given.max_model_len:
-        folder = longer(given.pair, folder, given.max_model_len)
     given.sets = given.sets or [one.partition("=")[0] for one in given.data]
     if given.pair != REAL:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")

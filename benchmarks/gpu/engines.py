@@ -121,11 +121,12 @@ def folder_of(shape: str, small: bool) -> Path:
 
 def held_out(number: int, tokens: int, temperature: float = 0.0) -> list[Request]:
     """Held-out prompts of the tiny pair's domains in turn, again and again; seeded above T=0."""
-    from benchmarks.prompts import DOMAINS, load_prompts
+    from benchmarks.prompts import load_jsonl
 
-    rows = load_prompts(TINY / "prompts.jsonl")
-    domains = [[row for row in rows if row["domain"] == domain] for domain in DOMAINS]
-    turns = [row["prompt"] for turn in zip(*domains, strict=True) for row in turn]
+    domains: dict[str, list[str]] = {}
+    for prompt in load_jsonl(TINY / "prompts.jsonl"):
+        domains.setdefault(prompt.set, []).append(prompt.turns[0])
+    turns = [text for turn in zip(*domains.values(), strict=True) for text in turn]
     texts = [turns[i % len(turns)] for i in range(number)]
     return [Request(str(i), text, tokens, temperature, i) for i, text in enumerate(texts)]
 

@@ -63,13 +63,7 @@ class EngineError(RuntimeError):
 
 
 def ignore(_: Any) -> None:
-    """The default callback for what the process says."""
-
-
-def report_state(state: str) -> None:
-    """Send a line such as "decoding, 12 of 192 tokens" to the caller's `progress` callback."""
-    if _parent is not None:
-        _parent.send(("state", state))
+    """The default callback for items."""
 
 
 def report_item(item: Any) -> None:
@@ -128,27 +122,19 @@ class EngineProcess:
         with changed_environment(environment or {}):
             self._process.start()
         theirs.close()
-        self._state = "importing vLLM" if imports else "waiting"
 
     def start(self, factory: Callable[..., Any], *args: Any) -> None:
         """Build `factory(*args)` in the process and keep it there. Answer: the seconds it took."""
-        self._send("start", factory, args, "starting the engine")
+        self._send("start", factory, args)
 
     def call(self, what: str | Callable[..., Any], *args: Any) -> None:
         """Call a method of the object that was built, or a function. Answer: what it returns."""
-        self._send("call", what, args, "decoding")
+        self._send("call", what, args)
 
-    def answer(
-        self,
-        progress: Callable[[str], None] = ignore,
-        timeout_s: float = float("inf"),
-        items: Callable[[Any], None] = ignore,
-    ) -> Any:
+    def answer(self, timeout_s: float = float("inf"), items: Callable[[Any], None] = ignore) -> Any:
         """Wait for the answer to the last call.
 
-        Args:
-            progress: called a few times a second with what the process is doing.
-            items: called with each item of `report_item`.
+        items: called with each item of `report_item`.
 
         Raises:
             EngineError: the call failed, the process died, or `timeout_s` passed, and then the text
@@ -156,7 +142,6 @@ class EngineProcess:
         """
         deadline = time.monotonic() + timeout_s
         while not self._poll(items):
-            progress(self._state)
             if time.monotonic() > deadline:
                 self._leave_trace(items)
                 self.close()
@@ -176,7 +161,7 @@ class EngineProcess:
 
     def next_turn(self) -> None:
         """Continue a call whose turn has ended."""
-        self._send("turn", "", (), "decoding")
+        self._send("turn", "", ())
 
     def _leave_trace(self, items: Callable[[Any], None]) -> None:
         """Interrupt the call, so that the log says where it was; abort it where it goes on."""
@@ -189,9 +174,6 @@ class EngineProcess:
                         return
             except EngineError:  # it has ended
                 return
-
-    def has_answer(self) -> bool:
-        return bool(self._connection.poll())
 
     def pause(self) -> None:
         """Stop all threads of the process, so that none spins beside another engine."""
@@ -213,8 +195,7 @@ class EngineProcess:
             self._process.kill()
         self._process.join()
 
-    def _send(self, kind: str, target: Any, args: tuple[Any, ...], state: str) -> None:
-        self._state = state
+    def _send(self, kind: str, target: Any, args: tuple[Any, ...]) -> None:
         try:
             self._connection.send((kind, target, args))
         except OSError:
@@ -228,11 +209,9 @@ class EngineProcess:
         except (EOFError, OSError):
             raise self._died() from None
         kind, value = self._answer
-        if kind == "state":
-            self._state = value
-        elif kind == "item":
+        if kind == "item":
             items(value)
-        return kind not in ("state", "item")
+        return kind != "item"
 
     def _died(self) -> EngineError:
         self._process.join(_EXIT_S)

