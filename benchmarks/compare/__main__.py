@@ -20,6 +20,7 @@ from benchmarks.pairs import REAL
 from benchmarks.widen import pair_of
 
 _SHORT = "14 tokens"
+_FEW = ("--round", "16")  # prompts of a round, where steps take long
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class SetUp:
     Args:
         words: of the method, see `benchmarks.e2e.methods`.
         seconds: of each load; a large model needs more for as many rounds.
+        tokens: of a reply.
         options: of `benchmarks.e2e`.
     """
 
@@ -36,7 +38,8 @@ class SetUp:
     pair: str
     loads: tuple[int, ...]
     words: str = "bastion"
-    seconds: float = 30.0
+    seconds: float = 20.0
+    tokens: int = 64
     options: tuple[str, ...] = ()
 
 
@@ -44,9 +47,9 @@ SET_UPS = (
     SetUp("tiny", "tiny", (1, 8, 16), options=("--kinds", "nothing", _SHORT)),
     SetUp("tiny, random drafter", "tiny", (1, 16), "bastion drafter=random"),
     SetUp("hybrid", "hybrid", (1, 8)),
-    SetUp("SmolLM2", REAL, (1, 4, 16), seconds=45.0),
-    SetUp("0.6B, DFlash", "0.6B", (1, 4, 8), seconds=60.0),
-    SetUp("0.6B, DFlash2", "0.6B", (1, 4, 8), "bastion drafter=dflash2", 60.0),
+    SetUp("SmolLM2", REAL, (1, 4, 16), "bastion", 36.0, 48, _FEW),
+    SetUp("0.6B, DFlash", "0.6B", (1, 4, 8), "bastion", 48.0, 32, _FEW),
+    SetUp("0.6B, DFlash2", "0.6B", (1, 4, 8), "bastion drafter=dflash2", 48.0, 32, _FEW),
 )
 
 
@@ -58,10 +61,9 @@ def decode(one: SetUp, other: Path, seconds: float | None, folder: Path) -> list
     prompts = folder / "prompts.jsonl"  # without their domains: all are one set
     rows = [json.loads(line) for line in source.read_text().splitlines()]
     prompts.write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))
-    small = "0.6B" in one.pair or one.pair == REAL
     words = [
         "--pair", one.pair, "--methods", one.words, "--against", str(other),
-        "--jsonl", str(prompts), "--samples", "48", "--tokens", "48" if small else "64",
+        "--jsonl", str(prompts), "--samples", "48", "--tokens", str(one.tokens),
         "--concurrency", *map(str, one.loads), "--alive", "3", "--passes", "1000",
         "--starts", "2", "--seconds", str((seconds or one.seconds) / 2),
         "--out", str(folder / f"{one.name.replace(', ', '-')}.jsonl"), *one.options,
@@ -114,7 +116,7 @@ _HEAD = (
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of(benchmarks.compare.__doc__)
     parser.add_argument("other", type=Path, help="another checkout")
-    parser.add_argument("--seconds", type=float, help="of each load, in place of 30 to 60")
+    parser.add_argument("--seconds", type=float, help="of each load, in place of 20 to 48")
     parser.add_argument("--only", nargs="+", default=[one.name for one in SET_UPS])
     parser.add_argument("--out", type=Path, help="a folder that keeps every round")
     given = parser.parse_args(argv)

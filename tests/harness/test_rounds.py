@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_engines import Host
 
 from benchmarks.chat import Renderer
 from benchmarks.e2e import rounds
 from benchmarks.e2e.methods import PLAIN, Method
 from benchmarks.e2e.rounds import Plan
 from benchmarks.e2e.store import Round, Store
-from benchmarks.harness.driver import Response
-from benchmarks.harness.engine import Request
 from benchmarks.prompts import Prompt
 
 PROMPTS = [Prompt("a", "0", ("x", "y")), Prompt("a", "1", ("x",)), Prompt("b", "2", ("x",))]
@@ -31,68 +28,6 @@ class _Ids(Renderer):
 
     def ids(self, prompt: Prompt, replies: Sequence[Sequence[int]]) -> list[int]:
         return [1, 2, 3] * (1 + len(replies))
-
-
-class _Host:
-    """Runs one process at a time, and notes who decoded."""
-
-    def __init__(self) -> None:
-        self.awake: set[str] = set()
-        self.decoded: list[str] = []
-        self.started: list[tuple[str, int]] = []
-
-    @contextmanager
-    def begun(self, engine: tuple[Method, int]) -> Iterator[_Process]:
-        process = _Process(engine[0].name, self)
-        yield process
-        self.awake.discard(process.name)
-
-
-class _Process:
-    """Decodes two responses a turn, if it has turns at all."""
-
-    def __init__(self, name: str, host: _Host) -> None:
-        self.name, self._host = name, host
-        self._requests: list[Request] = []
-
-    def start(self, _: object, engine: tuple[Method, int]) -> None:
-        assert not self._host.awake, "another engine runs"
-        self._host.awake.add(self.name)
-        self._host.started.append((self.name, engine[1]))
-
-    def pause(self) -> None:
-        self._host.awake.remove(self.name)
-
-    def resume(self) -> None:
-        self._host.awake.add(self.name)
-
-    def call(
-        self, what: str, requests: list[Request], concurrency: int, turn_s: float | None = None
-    ) -> None:
-        assert what == "drive" and self.name in self._host.awake
-        self._has_turns = turn_s != math.inf
-        self._requests, self._size = requests, 2 if self._has_turns else len(requests)
-
-    def answer(self) -> None:
-        assert {one.name for one in self._requests} <= {"warm-up"}
-
-    def turn(self, items: Callable[[Response], None]) -> bool:
-        assert self._host.awake == {self.name} or not self._has_turns
-        self._host.decoded.append(self.name)
-        now, self._requests = self._requests[: self._size], self._requests[self._size :]
-        for one in now:
-            items(Response(one.name, [7, 8], [1, 2, 3], 0.0, 0.1, 0.2, 1, 1, 1))
-        return not self._requests
-
-    def next_turn(self) -> None:
-        assert self._requests and self.name in self._host.awake
-
-
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> _Host:
-    host = _Host()
-    monkeypatch.setattr(rounds, "begun", host.begun)
-    return host
 
 
 def decode(
@@ -114,7 +49,7 @@ def by_round(rows: list[Any]) -> dict[tuple[Any, str], set[str]]:
 
 
 def test_every_prompt_goes_to_every_engine_before_the_next_in_an_order_that_rotates(
-    tmp_path: Path, host: _Host
+    tmp_path: Path, host: Host
 ) -> None:
     rows = decode(tmp_path / "a.jsonl", "x y", 3)
     assert len(rows) == 3 * 4
@@ -127,7 +62,7 @@ def test_every_prompt_goes_to_every_engine_before_the_next_in_an_order_that_rota
 
 
 def test_at_a_higher_concurrency_a_round_has_more_prompts_and_engines_are_shared(
-    tmp_path: Path, host: _Host
+    tmp_path: Path, host: Host
 ) -> None:
     rows = decode(tmp_path / "a.jsonl", "x", 2, (1, 4))
     assert host.started == [("x", 4), (PLAIN, 4)]
@@ -137,7 +72,7 @@ def test_at_a_higher_concurrency_a_round_has_more_prompts_and_engines_are_shared
 
 
 def test_engines_take_turns_within_a_round_and_pass_by_pass(
-    tmp_path: Path, host: _Host, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [Prompt("a", str(number), ("x",)) for number in range(5)]
     monkeypatch.setattr(__name__ + ".PROMPTS", prompts)
@@ -152,7 +87,7 @@ def test_engines_take_turns_within_a_round_and_pass_by_pass(
 
 
 def test_a_restart_in_other_groups_decodes_what_is_missing_beside_plain_decoding(
-    tmp_path: Path, host: _Host
+    tmp_path: Path, host: Host
 ) -> None:
     path = tmp_path / "a.jsonl"
     decode(path, "x", 2)
