@@ -14,7 +14,7 @@ import benchmarks.compare
 from benchmarks import ROOT, TINY, parser_of
 from benchmarks.e2e import main as e2e
 from benchmarks.e2e.methods import PLAIN
-from benchmarks.e2e.report import by_method, numbers, ratio
+from benchmarks.e2e.report import by_method, by_start, numbers
 from benchmarks.e2e.store import Row
 from benchmarks.pairs import REAL
 from benchmarks.widen import pair_of
@@ -71,16 +71,6 @@ def decode(one: SetUp, other: Path, seconds: float | None, folder: Path) -> list
     return e2e.run(e2e.parse(words), words, judged=False).rows
 
 
-def over(base: Sequence[Row], own: Sequence[Row]) -> list[float]:
-    """How many times as fast, with the engines of each start."""
-    found = []
-    for start in dict.fromkeys(row["group"] for row in own):
-        parts = ([row for row in rows if row["group"] == start] for rows in (base, own))
-        if (one := ratio(*parts)) is not None:
-            found.append(one.mean)
-    return found
-
-
 def lines_of(one: SetUp, rows: Sequence[Row]) -> Iterator[str]:
     """The table's lines: a line for each load and kind of reply."""
     rounds = [row for row in rows if row["kind"] == "round"]
@@ -91,11 +81,11 @@ def lines_of(one: SetUp, rows: Sequence[Row]) -> Iterator[str]:
         theirs = next((found for method, found in methods.items() if " @ " in method), [])
         if not (plain and ours and theirs):
             continue
-        between = over(theirs, ours)
+        between = by_start(theirs, ours)
         cells = [
             one.name + (f", {_SHORT}" if name.endswith(_SHORT) else ""), load,
             f"{geometric_mean(between):.3f}", ", ".join(f"{ratio:.3f}" for ratio in between),
-            *(f"{geometric_mean(over(plain, found)):.3f}" for found in (ours, theirs)),
+            *(f"{geometric_mean(by_start(plain, found)):.3f}" for found in (ours, theirs)),
             *(f"{told['tau']:.2f}, {told['N']:.1f}" for told in map(numbers, (ours, theirs))),
             f"{numbers(plain)['tokens/s']:.0f}", len(ours),
         ]  # fmt: skip

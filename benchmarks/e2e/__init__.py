@@ -14,7 +14,9 @@ second, while the others are stopped (SIGSTOP). So both sides of a ratio are of 
 --alive 1 runs one engine at a time, as a GPU does by default.
 
 With --against each bastion method also runs the package of another checkout, such as `git worktree
-add ../older COMMIT`, which has its own caches: "bastion @ COMMIT".
+add ../older COMMIT`, which has its own caches: "bastion @ COMMIT". Of engines with the same code
+those that start later can be faster by a tenth, so use --starts 2: all start again in the reversed
+order, and the geometric mean of both ratios counts.
 
 With --out every round is appended to a JSONL file, a command that was interrupted continues with
 the rounds that are missing, and the page is written beside it. `--report FILE` prints the page of a
@@ -23,7 +25,7 @@ file again.
 - *over plain*: plain decoding's cost of a token over the method's, the mean of the sets. With one
   request at a time that is (end - first token) / (tokens - 1), as in the paper; else all time,
   prompts included, over all tokens. Intervals are bootstrap intervals over rounds; *median* is of
-  the rounds' own ratios, which are all listed.
+  the rounds' own ratios.
 - *tau*: tokens per target forward. *N*: verified draft tokens per forward.
 - *T_verify*, *T_draft*, *T_aux*: target with its head, drafter with the tree, and the rest of a
   step, over the steps in which no prompt ended. On a GPU the first two are times of the device.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean, geometric_mean, median
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,16 @@ def ratio(base: Sequence[Row], own: Sequence[Row], seed: int = 0) -> Ratio | Non
     return Ratio(fmean(means), float(low), float(high), each)
 
 
+def by_start(base: Sequence[Row], own: Sequence[Row]) -> list[float]:
+    """How many times as fast `own` is, with the engines of each start."""
+    found = []
+    for start in dict.fromkeys(row["group"] for row in own):
+        parts = ([row for row in rows if row["group"] == start] for rows in (base, own))
+        if (one := ratio(*parts)) is not None:
+            found.append(one.mean)
+    return found
+
+
 def page(rows: Sequence[Row]) -> str:
     runs = [row for row in rows if row["kind"] == "run"]
     source, settings = runs[0]["provenance"], runs[0]["settings"]
@@ -86,7 +96,7 @@ def page(rows: Sequence[Row]) -> str:
             r for r in found if (r["temperature"], r["concurrency"]) == (temperature, concurrency)
         ]
         lines += [f"## T={temperature:g}, concurrency {concurrency}", ""]
-        lines += _wide_table(own, tied) + _set_table(own) + _against(own) + _neighbours(own)
+        lines += _wide_table(own, tied) + _set_table(own) + _against(own)
     gaps = [row for row in rows if row["kind"] == "gap"]
     if gaps:
         lines += ["## Gaps", "", *dict.fromkeys(map(_gap, gaps)), ""]
@@ -160,32 +170,14 @@ def _set_table(rows: Sequence[Row]) -> list[str]:
 
 
 def _against(rows: Sequence[Row]) -> list[str]:
-    """This checkout's methods over another one's, with the standard error of the rounds' mean."""
+    """This checkout's methods over another one's."""
     methods, lines = by_method(rows), []
-    for before, name in _elsewhere(methods):
-        if (over := ratio(methods[before], methods[name])) is not None:
-            error = float(np.std(over.rounds)) / len(over.rounds) ** 0.5
-            cells = f"{over} | {median(over.rounds):.3f}x | {len(over.rounds)} | {error:.3f}"
-            lines.append(f"| {name} | {before.rpartition(' @ ')[2]} | {cells} |")
-    head = ["| | over | [95%] | median of rounds | rounds | error |", "|---" * 6 + "|"]
-    return [*head, *lines, ""] if lines else []
-
-
-def _neighbours(rows: Sequence[Row]) -> list[str]:
-    """Every ratio of two neighbours in time."""
-    methods, lines = by_method(rows), []
-    pairs = [(PLAIN, name) for name in methods if name != PLAIN and " @ " not in name]
-    for base, name in [*pairs, *_elsewhere(methods)]:
-        if (over := ratio(methods.get(base, []), methods[name])) is not None:
-            each = " ".join(f"{one:.2f}" for one in over.rounds)
-            lines.append(f"- {name} over {base}: {each}")
-    return ["Round by round:", "", *lines, ""] if lines else []
-
-
-def _elsewhere(methods: Iterable[str]) -> list[tuple[str, str]]:
-    """Names of a method in another checkout, and in this one."""
-    pairs = [(name, name.rpartition(" @ ")[0]) for name in methods if " @ " in name]
-    return [pair for pair in pairs if pair[1] in methods]
+    for before, found in methods.items():
+        name, _, label = before.partition(" @ ")
+        if each := by_start(found, methods.get(name, [])) if label else []:
+            cells = f"{geometric_mean(each):.3f}x | {', '.join(f'{one:.3f}' for one in each)}"
+            lines.append(f"| {name} | {label} | {cells} | {len(found)} |")
+    return ["| | over | | by start | rounds |", "|---" * 5 + "|", *lines, ""] if lines else []
 
 
 def _gap(row: Row) -> str:
