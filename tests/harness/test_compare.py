@@ -16,7 +16,10 @@ def test_a_line_for_each_load_has_the_ratios_of_both_starts(
     host: Host,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for name in ("OMP_NUM_THREADS", "VLLM_CACHE_ROOT"):  # which the command sets
+        monkeypatch.setenv(name, "1")
     host.seconds = {"plain": 0.4, "ours": 0.1, "theirs": 0.2}
     main([str(ROOT), "--seconds", "0.02", "--only", "tiny", "--out", str(tmp_path)])
     order = ["ours", "theirs", "plain"]
