@@ -63,8 +63,9 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     start. The paper's estimators: static (a calibrated roofline), ema (a bare one, corrected in
     service), ema_calib (both)."""
     bastion_drafter_weights: Literal["auto", "checkpoint", "fp8"] = "auto"
-    """auto: int8 on a CPU that multiplies it (VNNI) for a bf16 model, else unchanged. checkpoint:
-    unchanged. fp8: the layers' weights in fp8 on a GPU, as with vLLM's `quantization`."""
+    """auto: int8 on a CPU that multiplies it (AVX-512 BF16 and VNNI) for a bf16 model, else
+    unchanged. checkpoint: unchanged. fp8: the layers' weights in fp8 on a GPU, as with vLLM's
+    `quantization`."""
 
     bastion_gamma: int = Field(default=0, init=False)
     """Drafted depth, block_size - 1 of the drafter; read from its checkpoint, not a setting."""

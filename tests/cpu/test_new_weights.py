@@ -10,16 +10,17 @@ import torch
 from torch import nn
 from torch.nn.functional import linear as product
 
+from bastion_kernels.cpu.linear import can_multiply, can_multiply_int8
 from vllm_bastion.cpu.build import is_cpu_build
 
-if not is_cpu_build() or not torch.cpu._is_vnni_supported():
+if not is_cpu_build() or not can_multiply_int8():
     pytest.skip("for CPUs that multiply int8", allow_module_level=True)
 
 from vllm_bastion.cpu import context_kv, int8, linear
 from vllm_bastion.cpu.renew import repack
 from vllm_bastion.engine.weights import _join, loading_drafter
 
-ours = pytest.mark.skipif(not linear.has_linear(), reason="for CPUs with bf16 vectors, without AMX")
+ours = pytest.mark.skipif(not can_multiply(), reason="for CPUs with bf16 vectors, without AMX")
 
 
 def layer(weight: torch.Tensor) -> nn.Module:
@@ -66,8 +67,7 @@ def test_a_tied_head_follows_the_embeddings(
 ) -> None:
     """`own`: with our product; otherwise with vLLM's, which packs a copy too."""
     if not own:
-        monkeypatch.setattr(linear, "has_linear", lambda: False)
-        monkeypatch.setattr(int8, "has_linear", lambda: False)
+        monkeypatch.setattr(linear, "can_multiply", lambda: False)
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
     target, drafter = nn.Module(), nn.Module()

@@ -6,18 +6,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from bastion_kernels.cpu.linear import can_multiply
+from bastion_kernels.cpu.linear import can_multiply, can_multiply_int8
 from tests.e2e import cases
 from tests.e2e.engines import GAMMA, ON_GPU, Batch, Engine, Runner
 from tests.e2e.marks import slow
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.skipif(
-        ON_GPU or not torch.cpu._is_vnni_supported(), reason="for CPUs that multiply int8"
-    ),
+    pytest.mark.skipif(ON_GPU or not can_multiply_int8(), reason="for CPUs that multiply int8"),
 ]
 
 

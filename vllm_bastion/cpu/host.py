@@ -53,10 +53,10 @@ class CpuHost(Host):
         replacements.install()
 
     def compile_factors(self, drafter_weights: str) -> tuple[str, ...]:
-        from vllm_bastion.cpu.linear import MIN_WEIGHT_BYTES, has_linear
+        from vllm_bastion.cpu.linear import MIN_WEIGHT_BYTES, can_multiply
         from vllm_bastion.cpu.stored_graphs import host_instructions
 
-        products = str(MIN_WEIGHT_BYTES if has_linear() else None)
+        products = str(MIN_WEIGHT_BYTES if can_multiply() else None)
         return drafter_weights, products, host_instructions()
 
     def loading_compiled(self) -> AbstractContextManager[None]:
@@ -68,7 +68,7 @@ class CpuHost(Host):
         self, layer: Any, *, drafter_weights: str, in_drafter: bool, remove_weight: bool
     ) -> bool:
         from vllm_bastion.cpu.context_kv import take_rows
-        from vllm_bastion.cpu.int8 import install_int8, int8_wanted
+        from vllm_bastion.cpu.int8 import install_int8, int8_wanted, takes_int8
         from vllm_bastion.cpu.linear import install_linear
 
         if in_drafter:
@@ -76,7 +76,7 @@ class CpuHost(Host):
         # Embeddings and heads keep their weight; a drafter's head gets int8 in `prepare_drafter`.
         # `fc` reads the target's hidden states, see `cpu.int8`.
         rounds = in_drafter and remove_weight and not getattr(layer, "prefix", "").endswith(".fc")
-        if rounds and int8_wanted(drafter_weights, layer.weight.dtype):
+        if rounds and int8_wanted(drafter_weights, layer.weight.dtype) and takes_int8(layer.weight):
             install_int8(layer)
             return True
         return install_linear(layer, remove_weight)
@@ -159,9 +159,9 @@ class CpuHost(Host):
 
     def choices(self, drafter_weights: str, dtype: torch.dtype) -> list[str]:
         from vllm_bastion.cpu.int8 import int8_wanted
-        from vllm_bastion.cpu.linear import has_linear
+        from vllm_bastion.cpu.linear import can_multiply
 
-        own, threads = has_linear() and dtype == torch.bfloat16, torch.get_num_threads()
+        own, threads = can_multiply() and dtype == torch.bfloat16, torch.get_num_threads()
         return [
             *["int8 drafter"] * int8_wanted(drafter_weights, dtype),
             f"{'own' if own else 'vLLM'} matrix products",

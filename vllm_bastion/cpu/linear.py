@@ -10,7 +10,6 @@ CPU's caches and keep vLLM's product. So do all weights on other CPUs.
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,12 +28,6 @@ from bastion_kernels.cpu.linear import (
 MIN_WEIGHT_BYTES = 1 << 20
 
 
-@lru_cache
-def has_linear() -> bool:
-    """Whether this host multiplies bf16 weights by our product."""
-    return can_multiply()
-
-
 def takes_weight(weight: Tensor) -> bool:
     """Whether products with this weight are ours."""
     return (
@@ -42,7 +35,7 @@ def takes_weight(weight: Tensor) -> bool:
         and weight.ndim == 2
         and weight.dtype == torch.bfloat16
         and weight.nbytes >= MIN_WEIGHT_BYTES
-        and has_linear()
+        and can_multiply()
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-from vllm_bastion.cpu.int8 import Int8Head, is_int8
+from vllm_bastion.cpu.int8 import int8_product, is_int8
 from vllm_bastion.cpu.linear import forget_shared, install_linear
 
 
@@ -29,6 +29,6 @@ def repack(*models: nn.Module) -> None:
             if weight.numel() == 0:  # packed when it was loaded
                 continue
             if is_int8(layer):
-                vars(layer)["cpu_linear"] = Int8Head(weight.data)
+                vars(layer)["cpu_linear"] = int8_product(weight.data)
             elif not install_linear(layer, remove_weight=False):
                 dispatch_cpu_unquantized_gemm(layer, remove_weight=False)

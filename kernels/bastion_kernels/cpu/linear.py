@@ -15,7 +15,8 @@ _COLUMNS = 16  # of a packed block
 _PART = 4096  # rows of a weight rounded at once, in fp32
 
 __all__ = [
-    "Int8Weight", "can_multiply", "linear_cpu", "linear_int8_cpu", "pack_weight", "round_rows",
+    "Int8Weight", "can_multiply", "can_multiply_int8", "linear_cpu", "linear_int8_cpu",
+    "pack_weight",
 ]  # fmt: skip
 
 LinearArgs = library.struct(
@@ -26,7 +27,13 @@ LinearArgs = library.struct(
 @lru_cache
 def can_multiply() -> bool:
     """Whether this CPU has AVX-512 BF16 but no AMX (oneDNN is faster with AMX)."""
-    if not torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+    return can_multiply_int8() and not torch.cpu._is_amx_tile_supported()
+
+
+@lru_cache
+def can_multiply_int8() -> bool:
+    """Whether this CPU has AVX-512 BF16 and VNNI."""
+    if not (torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported()):
         return False
     # An old compiler may lack the instructions.
     return library.problem() is None and hasattr(library.load(), "bastion_linear")
