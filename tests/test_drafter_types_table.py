@@ -134,34 +134,16 @@ DRAFTERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         _of("DFlashDraftModel", "DFlash2DraftModel"),
         (NO_DRAFTER, "DFlashDraftModel+DFlash2DraftModel"),
     ),
-    "DFlash2 of Beam": (_of("DFlash2BeamDraftModel"), (NO_DRAFTER, "DFlash2BeamDraftModel")),
     "EAGLE": (_of("LlamaForCausalLMEagle3"), (NO_DRAFTER, "LlamaForCausalLMEagle3")),
     "DSpark of DeepSeek": (
         _of("DSparkDraftModel", model_type="llama"), (NO_DRAFTER, "DSparkDraftModel"),
     ),
-    "DSpark of SpecForge without a head": (
-        _of("DSparkDraftModel"), ('"markov_rank": None', "complete checkpoint"),
-    ),
     "latent attention": (_with(attention_mode="mla"), ('attention_mode "mla"', '"gqa"')),
-    "latent attention in a DSpark drafter": (
-        _of("DSparkDraftModel", markov_rank=4, **_with(attention_mode="mla")),
-        ('attention_mode "mla"', '"gqa"'),
-    ),
     "DSpark without a head": (
         _of("Qwen3DSparkModel"), ('"markov_rank": None', "complete checkpoint"),
     ),
-    "DSpark for a deeper target": (
-        _of("Qwen3DSparkModel", markov_rank=4, dflash_config=None, target_layer_ids=[1, 4]),
-        ("target layer 4", "4 layers"),
-    ),
     "Domino": (_of("DominoDraftModel"), ("is a Domino drafter", DRAFTER_NAMES)),
-    "Domino by its projector": (
-        _with(projector_type="domino", emb_dim=4), ("is a Domino drafter", DRAFTER_NAMES),
-    ),
     "XPress": (_of("Qwen3XPressModel"), ("is an XPress drafter", DRAFTER_NAMES)),
-    "XPress and plain": (
-        _of("DFlashDraftModel", "DFlashQwen3XPressModel"), ("is an XPress drafter", DRAFTER_NAMES),
-    ),
     "no settings": ({"dflash_config": None}, ('"dflash_config": None', "complete checkpoint")),
     "no candidates": (
         _of("DFlash2DraftModel"), ('"selector_top_k": None', "complete checkpoint"),

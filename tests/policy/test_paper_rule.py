@@ -11,13 +11,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import (
     AdaptiveVerificationManager,
-    _assign_draft_token_budget,
 )
 
-from bastion_kernels import take_best
 from benchmarks.replay.recording import load_recording
 from benchmarks.replay.trees import best_first, target_ranks
 from helpers import ROOT
@@ -34,21 +31,15 @@ def confidences(rho):
     return np.divide(rho, before, out=np.zeros_like(rho), where=before > 0).astype(np.float32)
 
 
-def vllms_budget(conf, scheduled, draft_ms, verify_ms, prompt_rows=0):
-    """Draft nodes of a batch, by `get_num_tokens` of a manager without a device.
-
-    prompt_rows: of one further request, which samples nothing in this step.
-    """
+def vllms_budget(conf, scheduled, draft_ms, verify_ms):
+    """Draft nodes of a batch, by `get_num_tokens` of a manager without a device."""
     names, far = [str(r) for r in range(len(conf))], np.iinfo(np.int32).max
     tokens = {name: 1 + int(n) for name, n in zip(names, scheduled)}
     drafts = {name: [0] * int(n) for name, n in zip(names, scheduled)}
-    if prompt_rows:
-        names, tokens = [*names, "prompt"], tokens | {"prompt": prompt_rows}
-        conf = np.concatenate([conf, np.ones_like(conf[:1])])
     states = SimpleNamespace(
         req_id_to_index={name: slot for slot, name in enumerate(names)},
         num_computed_tokens_np=np.zeros(len(names), dtype=np.int32),
-        prefill_len=SimpleNamespace(np=np.array([far if n == "prompt" else 1 for n in names])),
+        prefill_len=SimpleNamespace(np=np.ones(len(names), dtype=np.int32)),
     )
     manager = SimpleNamespace(
         cost_tables=(draft_ms, verify_ms), req_states=states, num_bonus_tokens=1,
@@ -155,51 +146,3 @@ def test_the_adaptive_budget_takes_the_papers_forwards(recording, dearer):
     passes = forwards(recording, papers)
     assert forwards(recording, ours) == passes
     assert 2 < np.mean(budgets) < MOST - 2, "the costs bind"
-
-
-# --- batches ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["linear", "staircase", "random"])
-def test_vllms_argmax_and_shares_are_take_bests(kind):
-    """100 batches each: requests of other sizes, limits and prompts."""
-    rng = np.random.default_rng(["linear", "staircase", "random"].index(kind))
-    inside = 0
-    for _ in range(100):
-        reqs, columns = int(rng.integers(1, 9)), int(rng.integers(1, 65))
-        prompt = int(rng.integers(2, 40)) if rng.random() < 0.3 else 0
-        rho = np.cumprod(rng.random((reqs, columns)) ** (4 / columns), axis=1)
-        limits = rng.integers(0, columns + 1, reqs).astype(np.int32)
-        row = np.arange(reqs * (columns + 1) + prompt + 1)
-        verify_ms = {
-            "linear": 5 + rng.choice([0.01, 0.1, 1.0]) * row,
-            "staircase": 5 + rng.choice([0.1, 1.0]) * (row // 16),
-            "random": 1 + np.cumsum(rng.random(len(row)) ** 4),
-        }[kind]
-        draft_ms = rng.random(reqs + 2)
-        total = vllms_budget(confidences(rho), limits, draft_ms, verify_ms, prompt)
-
-        # the argmax over all sorted scores
-        used = np.arange(columns) < limits[:, None]
-        owner, scores = np.nonzero(used)[0], rho[used]
-        order = np.argsort(-scores)
-        tokens = reqs + np.concatenate([[0], np.cumsum(scores[order])])
-        cost = draft_ms[reqs + (prompt > 0)] + verify_ms[reqs + prompt :][: len(tokens)]
-        assert total == np.argmax(tokens / cost)
-        counts = np.bincount(owner[order[:total]], minlength=reqs).tolist()
-        inside += 0 < total < len(scores)
-
-        slots = torch.from_numpy(rng.permutation(reqs))
-        capacities = torch.from_numpy(limits)[slots]
-        if total < len(scores):
-            conf = torch.from_numpy(confidences(rho))
-            _assign_draft_token_budget(conf, slots, capacities, total, columns)
-        by_row = [counts[slot] for slot in slots.tolist()]
-        assert capacities.tolist() == by_row
-
-        log_rho = torch.from_numpy(np.log(rho).astype(np.float32))
-        starts, scratch = torch.zeros(2, reqs + 1, dtype=torch.int32), torch.zeros(reqs + 1).int()
-        rest = torch.ones(reqs, dtype=torch.int32)
-        take_best(log_rho, slots, torch.from_numpy(limits), rest, total, *starts, scratch)
-        assert (starts[0].diff() - 1).tolist() == by_row
-    assert inside > 30

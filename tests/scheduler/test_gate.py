@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm_bastion.scheduler.gate import Arm, Gate, size_class
+from vllm_bastion.scheduler.gate import Arm, Gate
 
 ALL = (Arm.PLAIN, Arm.NGRAM, Arm.TREE)
 BOTH = (Arm.PLAIN, Arm.TREE)
@@ -204,14 +204,6 @@ def test_gain_is_the_ratio_of_two_measured_rates() -> None:
     assert gate.gain(1) == pytest.approx(1.5, rel=0.25)
 
 
-def test_a_simpler_arm_takes_no_longer() -> None:
-    gate = Gate(BOTH)
-    for _ in range(9):
-        gate.observe(Arm.TREE, 1, 2, 2.0)
-        gate.observe(Arm.PLAIN, 1, 1, 7.0)
-    assert gate.ms(Arm.PLAIN, 1) == gate.ms(Arm.TREE, 1) == 2.0
-
-
 def test_ngram_tokens_is_the_break_even() -> None:
     gate = Gate(ALL)
     assert gate.ngram_tokens(1) is None
@@ -220,10 +212,3 @@ def test_ngram_tokens_is_the_break_even() -> None:
         gate.observe(Arm.NGRAM, 1, 1, 1.5)
         gate.observe(Arm.TREE, 1, 4, 3.0)
     assert gate.ngram_tokens(1) == pytest.approx(4.0 / 3.0 * 1.5)
-
-
-@pytest.mark.parametrize(
-    ("reqs", "size"), [(0, 0), (1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (8, 3), (9, 4), (1024, 10)]
-)
-def test_size_classes(reqs: int, size: int) -> None:
-    assert size_class(reqs) == size
