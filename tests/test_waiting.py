@@ -57,8 +57,8 @@ class Loop:
         self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
         self._ahead = int(kind is BastionAsyncScheduler)
 
-    def add(self, name: str, max_tokens: int = 3, extra_args: Any = None) -> Request:
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args)
+    def add(self, name: str, max_tokens: int = 3) -> Request:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         request = Request(name, list(range(1, 21)), params, None)
         self.scheduler.add_request(request)
         return request
@@ -151,16 +151,3 @@ def test_placeholders_preempt_no_request(kind: type[TreeScheduler]) -> None:
     assert [request.num_output_tokens for request in requests] == [100, 100]
     assert [request.num_preemptions for request in requests] == [0, 0]
     assert drafted > 50
-
-
-@pytest.mark.parametrize("kind", [BastionScheduler, BastionAsyncScheduler])
-def test_requests_that_want_no_drafts_decode_plainly(kind: type[TreeScheduler]) -> None:
-    loop = Loop(kind)
-    for name in "ab":
-        loop.add(name, 20, {"bastion_budget": 0})
-    loop.step()  # the prompts, before the requests are known to run
-    for _ in range(8):
-        step = loop.step()
-        assert step.num_spec_tokens_to_schedule == 0 and not step.scheduled_spec_decode_tokens
-    loop.add("c", 100)
-    assert any("c" in loop.step().scheduled_spec_decode_tokens for _ in range(8))
