@@ -58,13 +58,16 @@ class Steps:
         for slot in slots:
             self.manager.add_request(slot)
 
-    def draft(self, seed: int, arm: Arm = Arm.TREE) -> None:
-        """Grow the trees of the next step, or none."""
+    def draft(
+        self, seed: int, arm: Arm = Arm.TREE, hit: Any = slice(0), value: float = 0.0
+    ) -> None:
+        """Grow the trees of the next step, or none; of logits `[R * D, V]` that have a value."""
         reqs = torch.tensor(self.slots)
         self.runtime.step = Step(arm=arm)
         if arm != Arm.PLAIN:
             generator = torch.Generator().manual_seed(seed)
             logits = 4 * torch.randn(len(reqs) * DEPTH, VOCAB, generator=generator)
+            logits[hit] = value
             self.trees.bind_rows(reqs)
             grow(self.trees, logits, len(reqs))
         batch: Any = SimpleNamespace(idx_mapping_np=self.slots, idx_mapping=reqs)
@@ -91,6 +94,7 @@ class Steps:
         assert int(ends[-1]) == len(order) + total
         output: Any = SimpleNamespace(get_output=lambda: SimpleNamespace())
         found = self.manager.counted(output).get_output()
+        self.expected = found.bastion.expected
         return dict(found.bastion.num_verified)
 
     def rho(self) -> np.ndarray:
@@ -159,6 +163,23 @@ def test_a_request_without_earlier_scores_counts_with_the_mean() -> None:
     steps.draft(30)
     assert np.allclose(steps.manager._earlier.of(np.array([1]), NODES)[0], mean, atol=0.2)
     assert sum(steps.verify([NODES] * 2).values()) > 0
+
+
+@pytest.mark.parametrize("lagged", [False, True])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("hit", [slice(DEPTH), (1, 3), slice(None)])
+def test_a_drafters_numbers_that_are_not_finite_end_its_trees(
+    lagged: bool, value: float, hit: Any
+) -> None:
+    """They reach neither the choice of N* nor the sum of path scores that is counted."""
+    steps = Steps([0, 1], lagged=lagged)
+    for seed in range(4):
+        steps.draft(seed, hit=hit, value=value)
+        before, got = steps.rho(), steps.verify([NODES] * 2)
+        assert 0 <= steps.expected <= 2 * NODES
+    assert np.isfinite(before).all()
+    if not lagged:
+        assert got["r0"] <= (before[0] > 0).sum()
 
 
 @pytest.mark.parametrize("lagged", [False, True])
