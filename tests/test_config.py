@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -272,6 +273,19 @@ def test_adapters_get_as_many_nodes_as_vllm_allows(
     arguments |= {"max_num_seqs": 8, "max_num_batched_tokens": 9}  # not one node each
     with pytest.raises(ValueError):
         engine_config(pair, arguments, num_speculative_tokens=None)
+
+
+def test_messages_are_left_out_of_our_engine_only(
+    pair: tuple[str, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What vLLM warns of is wrong for a tree's engine, and right for another one after it."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    names = ("vllm.config.vllm", "vllm.v1.core.sched.scheduler")
+    before = [list(logging.getLogger(name).filters) for name in names]
+    config = engine_config(pair).speculative_config
+    assert config.max_num_new_slots_for_drafting == 0 and not config.use_eagle_block_drop()
+    assert "max_num_scheduled_tokens is set to" not in caplog.text
+    assert [list(logging.getLogger(name).filters) for name in names] == before
 
 
 @pytest.mark.parametrize(

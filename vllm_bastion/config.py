@@ -27,7 +27,6 @@ from vllm_bastion.checkpoints.drafter_types import (
     gamma_of,
     restore_settings,
 )
-from vllm_bastion.logger import leave_out
 from vllm_bastion.platform import current_host
 
 PREFIX = "bastion_"
@@ -112,8 +111,6 @@ class BastionSpeculativeConfig(SpeculativeConfig):
         vLLM's drafter shares buffers of one step's tokens. Ours are sized for `max_num_seqs`
         requests that draft.
         """
-        # vLLM reads it just before it warns of a limit below 8192, which does not apply here.
-        leave_out("vllm.config.vllm", "max_num_scheduled_tokens is set to")
         return 0
 
     def use_eagle_block_drop(self) -> bool:
@@ -121,8 +118,6 @@ class BastionSpeculativeConfig(SpeculativeConfig):
 
         A drafter's keys and values follow from the target's hidden state at their own position.
         """
-        # The scheduler calls it just before it warns, wrongly, that this costs acceptance.
-        leave_out("vllm.v1.core.sched.scheduler", "EAGLE trailing prefix-cache block dropping")
         return False
 
     @property

@@ -8,7 +8,8 @@ and their INFO records are dropped. So all loggers of this package are children 
 from __future__ import annotations
 
 import logging
-from functools import cache
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def init_logger(module: str) -> logging.Logger:
@@ -20,17 +21,24 @@ def init_logger(module: str) -> logging.Logger:
     return logging.getLogger("vllm.bastion" + module.removeprefix("vllm_bastion"))
 
 
-@cache
-def leave_out(name: str, beginning: str) -> None:
-    """Drop messages of one of vLLM's loggers that are wrong for method "bastion".
-
-    vLLM asks for some properties in every step, so only the first call does anything.
+@contextmanager
+def leaving_out(name: str, beginning: str) -> Iterator[None]:
+    """Drop messages of one of vLLM's loggers meanwhile, which are wrong for method "bastion".
 
     Args:
         name: the logger's name.
         beginning: how the messages begin.
     """
-    logging.getLogger(name).addFilter(lambda record: not str(record.msg).startswith(beginning))
+
+    def is_right(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith(beginning)
+
+    logger = logging.getLogger(name)
+    logger.addFilter(is_right)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_right)
 
 
 def quiet() -> None:

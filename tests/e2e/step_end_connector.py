@@ -31,6 +31,8 @@ class Blocks(KVConnectorMetadata):
 class StepEndConnector(KVConnectorBase_V1):
     """`folder`, and optionally `only`, a part of layers' names, are in its extra configuration."""
 
+    saves_at_step_end = True
+
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra = self._kv_transfer_config.kv_connector_extra_config

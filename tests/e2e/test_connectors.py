@@ -13,7 +13,7 @@ from tests.e2e import cases
 from tests.e2e.compare import Comparison, leaving_the_chain
 from tests.e2e.engines import Batch, Engine
 from tests.e2e.marks import on_cpu
-from vllm_bastion.validate.engine import saving_too_early
+from vllm_bastion.validate.engine import _SAVE_AT_STEP_END, saving_too_early
 
 pytestmark = on_cpu("the connector's blocks are a CPU's")
 
@@ -112,23 +112,34 @@ def test_without_the_drafters_context(compare: Comparison, tmp_path: Path) -> No
     assert 1 < tau(loaded) < tau(alone.result())
 
 
+def does_nothing(method: Any) -> bool:
+    """Whether a method has no code that could reach anything."""
+    return not method.__code__.co_names
+
+
 @pytest.mark.parametrize(
-    ("name", "sound"),
-    [
-        ("NixlConnector", True),
-        ("OffloadingConnector", True),
-        ("SimpleCPUOffloadConnector", True),
-        ("MooncakeStoreConnector", True),
-        ("ExampleConnector", False),
-        ("LMCacheConnectorV1", False),
-        ("FlexKVConnectorV1", False),
-    ],
+    "name", ["ExampleConnector", "LMCacheConnectorV1", *sorted(_SAVE_AT_STEP_END)]
 )
-def test_which_connectors_save_too_early(name: str, sound: bool) -> None:
+def test_which_connectors_save_too_early(name: str) -> None:
+    """vLLM's, as the installed version has them, and one behind another."""
     from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     config = {"kv_connector": name, "kv_role": "kv_both"}
+    connector = KVConnectorFactory.get_connector_class(KVTransferConfig(**config))
+    sound = does_nothing(connector.save_kv_layer) and does_nothing(connector.finish_forward)
+    assert sound == (name in _SAVE_AT_STEP_END)
     assert saving_too_early(KVTransferConfig(**config)) == (None if sound else name)
     early = "ExampleConnector" if sound else name
     both = several(config, {"kv_connector": "ExampleConnector", "kv_role": "kv_both"})
     assert saving_too_early(KVTransferConfig(**both)) == early
+
+
+def test_a_connector_of_others_says_when_it_saves(tmp_path: Path) -> None:
+    from vllm.config import KVTransferConfig
+
+    own = KVTransferConfig(**connector(tmp_path))
+    assert saving_too_early(own) is None
+    own.kv_connector_module_path = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
+    own.kv_connector = "NixlConnector"
+    assert saving_too_early(own) == "NixlConnector", "by another path it may be another one"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_bastion import compat
-from vllm_bastion.logger import init_logger
+from vllm_bastion.logger import init_logger, leaving_out
 from vllm_bastion.versions import capabilities
 
 logger = init_logger(__name__)
@@ -159,18 +159,21 @@ def _is_refusal(error: Exception) -> bool:
 def _checked_config(
     original: Callable[..., Any], self: Any, usage_context: Any, headless: bool
 ) -> Any:
-    vllm_config = original(self, usage_context, headless)
-    if requested(self):
-        from vllm_bastion.validate.engine import check_engine
+    if not requested(self):
+        return original(self, usage_context, headless)
+    # vLLM warns of a limit below 8192, which does not apply: no draft takes a step's tokens.
+    with leaving_out("vllm.config.vllm", "max_num_scheduled_tokens is set to"):
+        vllm_config = original(self, usage_context, headless)
+    from vllm_bastion.validate.engine import check_engine
 
-        check_engine(vllm_config)
-        prefer_flash_attention(vllm_config)
-        if vllm_config.lora_config is not None:
-            # vLLM maps rows to adapters on the host, which must know each request's rows.
-            vllm_config.speculative_config.bastion_budget_timing = "exact"
-        use_own_classes(vllm_config)
-        # vLLM 0.33 lowers it to fit its drafter's buffers; ours hold `max_num_seqs` requests.
-        vllm_config.scheduler_config.max_num_active_seqs = self.max_num_active_seqs
+    check_engine(vllm_config)
+    prefer_flash_attention(vllm_config)
+    if vllm_config.lora_config is not None:
+        # vLLM maps rows to adapters on the host, which must know each request's rows.
+        vllm_config.speculative_config.bastion_budget_timing = "exact"
+    use_own_classes(vllm_config)
+    # vLLM 0.33 lowers it to fit its drafter's buffers; ours hold `max_num_seqs` requests.
+    vllm_config.scheduler_config.max_num_active_seqs = self.max_num_active_seqs
     return vllm_config
 
 

@@ -15,8 +15,13 @@ from vllm_bastion.validate import BastionConfigError
 _DOES_NOT_WORK = 'does not work with method "bastion"'
 # What tree attention reads.
 _CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
-# What vLLM calls on a connector between the target's layers and the end of the step.
-_TOO_EARLY = ("save_kv_layer", "finish_forward")
+# vLLM's connectors that do nothing in `save_kv_layer` and `finish_forward`, which vLLM calls while
+# the cache holds rejected nodes.
+_SAVE_AT_STEP_END = frozenset({
+    "DecodeBenchConnector", "HF3FSKVConnector", "MooncakeConnector", "MooncakeStoreConnector",
+    "NixlConnector", "NixlPullConnector", "NixlPushConnector", "OffloadingConnector",
+    "SimpleCPUOffloadConnector",
+})  # fmt: skip
 
 
 def check_engine(vllm_config: Any) -> None:
@@ -108,10 +113,10 @@ def saving_too_early(config: Any) -> str | None:
 
     Between the target's forward pass and the end of a step the cache holds the keys and values of
     rejected nodes, so a connector may save in `wait_for_save` or when a request has finished, but
-    not layer by layer.
+    not layer by layer. One that is not vLLM's says so itself: `saves_at_step_end = True`.
 
-    config: vLLM's KVTransferConfig. A method whose code names nothing does nothing. A connector
-    whose package is missing is left to vLLM, which cannot start it.
+    config: vLLM's KVTransferConfig. A connector whose package is missing is left to vLLM, which
+    cannot start it.
     """
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -120,13 +125,13 @@ def saving_too_early(config: Any) -> str | None:
         parts = config.kv_connector_extra_config.get("connectors") or []
         found = (saving_too_early(KVTransferConfig(**part)) for part in parts)
         return next((name for name in found if name is not None), None)
+    if config.kv_connector_module_path is None and config.kv_connector in _SAVE_AT_STEP_END:
+        return None
     try:
         connector = KVConnectorFactory.get_connector_class(config)
     except ImportError:
         return None
-    methods = (getattr(connector, name) for name in _TOO_EARLY)
-    early = any(method.__code__.co_names for method in methods)
-    return str(config.kv_connector) if early else None
+    return None if getattr(connector, "saves_at_step_end", False) else str(config.kv_connector)
 
 
 def check_layers(layers: dict[str, Any]) -> None:
