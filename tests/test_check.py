@@ -41,6 +41,7 @@ def test_a_pair_without_weights_is_described(pair: tuple[str, str]) -> None:
         (["--speculative-config", '{"bastion_budgte": 3}'], 'did you mean "bastion_budget"?'),
         (["--speculative-config", '{"num_speculative_tokens": 900}',
           "--max-num-batched-tokens", "512", *_DUMMY], "lower it to 504"),
+        (["--tensor-parallel-size", "3"], "refused    Total number of attention heads (2) must be"),
     ],
 )  # fmt: skip
 def test_a_refusal_is_the_engines_own_sentence(
@@ -50,6 +51,14 @@ def test_a_refusal_is_the_engines_own_sentence(
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("refused") and named in line
     is_one_sentence(line.removeprefix("refused").strip())
+
+
+def test_a_cache_that_cannot_be_written_is_told(
+    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BASTION_CACHE", "/dev/null/cache")
+    said = dict(check(*pair, _DUMMY).lines)
+    assert "nothing can be stored" in said["note"] and "/dev/null/cache" in said["note"]
 
 
 def test_the_command_prints_its_answer_and_nothing_else() -> None:
@@ -63,8 +72,12 @@ def test_the_command_prints_its_answer_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [["--no-such-option"], ["--max-num-seqs", "many"], ["--dtype", "float13"]]
-)
+    "options",
+    [
+        ["--no-such-option"], ["--max-num-seqs", "many"], ["--dtype", "float13"],
+        ["--speculative-config", "{bad"],
+    ],
+)  # fmt: skip
 def test_wrong_options_are_told_in_one_line(
     options: list[str], pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,7 +85,7 @@ def test_wrong_options_are_told_in_one_line(
         cli.main(["check", *pair, *options])
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("vllm-bastion check: ") and options[-1] in line
+    assert line.startswith("vllm-bastion check: ") and options[-1] in line and " 0x" not in line
     assert "vllm serve --help" in line
 
 

@@ -82,6 +82,14 @@ def test_its_own_prompts_have_the_published_domains() -> None:
     assert all(found == set(published) for published in verify.PUBLISHED.values())
 
 
+def test_a_drafter_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """After the prompts were read, which the command has with it."""
+    with pytest.raises(SystemExit) as ended:
+        verify.main([str(TINY / "target"), "/nonexistent"])
+    assert ended.value.code == 2
+    assert "no model /nonexistent: no such folder" in capsys.readouterr().err
+
+
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="starts CPU engines")

@@ -7,6 +7,7 @@ started and no weight is read, so the layers of the loaded target are not checke
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ def check(target: str, drafter: str, options: Sequence[str]) -> Report:
         return Report(_lines(arguments.create_engine_config()))
     except ValidationError as error:
         found = [(*map(str, one["loc"]), one["msg"]) for one in error.errors()]
-        return Report(refusal="; ".join(": ".join(parts) for parts in found))
+        refusal = "; ".join(": ".join(parts) for parts in found)
+        return Report(refusal=refusal.replace("Value error, ", ""))
     except (ValueError, RuntimeError, OSError, NotImplementedError) as error:
         return Report(refusal=str(error).strip() or type(error).__name__)
 
@@ -56,7 +58,8 @@ def _engine_arguments(target: str, drafter: str, options: Sequence[str]) -> Engi
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog=prog))
 
     def error(message: str) -> NoReturn:
-        # vLLM's usage text has hundreds of lines.
+        # vLLM names a function of Python's, and its usage text has hundreds of lines.
+        message = re.sub(r"cannot be converted to <function loads .*?>\.", "is not JSON", message)
         print(f"{prog}: {message}; 'vllm serve --help=all' lists vLLM's options", file=sys.stderr)
         raise SystemExit(2)
 

@@ -169,6 +169,10 @@ class CpuHost(Host):
         ]
 
     def warning(self) -> str | None:
+        from bastion_kernels.cpu.cache import unwritable
         from bastion_kernels.cpu.library import threads_problem
 
-        return threads_problem() if torch.get_num_threads() > 1 else None
+        problem = threads_problem() if torch.get_num_threads() > 1 else None
+        if problem is None and (reason := unwritable()) is not None:
+            problem = f"every start compiles again, because nothing can be stored: {reason}"
+        return problem

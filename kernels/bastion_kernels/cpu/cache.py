@@ -32,7 +32,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["njit", "root", "save", "trusted_folder"]
+__all__ = ["njit", "root", "save", "trusted_folder", "unwritable"]
 
 # Below vLLM's logger, whose handler shows it.
 logger = logging.getLogger("vllm.bastion.cpu.cache")
@@ -195,42 +195,47 @@ def _folder(package: str, cache: Path) -> Path | None:
     """The folder of the package's machine code; None if it cannot be used (logged once)."""
     name = package.removesuffix(".cpu").rpartition(".")[2]
     try:
-        folder = cache / "numba" / f"{name}-{_digest(package)}"
-        is_new = not folder.exists()
-        if not _make(cache, folder.parent, folder):
-            return None
-        if is_new:
-            _prune(folder.parent, name)
-        with suppress(OSError):
-            os.utime(folder)
+        own = f"numba/{name}-{_digest(package)}"
     except OSError as error:
-        _warn(f"{error}: see that {cache} can be written, or set VLLM_BASTION_CACHE")
+        _warn(str(error))
         return None
-    return folder
+    is_new = not (cache / own).exists()
+    if trusted_folder("numba") is None or trusted_folder(own) is None:
+        return None
+    if is_new:
+        _prune(cache / "numba", name)
+    with suppress(OSError):
+        os.utime(cache / own)
+    return cache / own
 
 
 def trusted_folder(name: str) -> Path | None:
-    """The folder `name` in the cache folder, created; None if it cannot be created or trusted.
+    """The folder `name` in the cache folder, created; None if it cannot be used (logged once)."""
+    if (reason := _unusable(name)) is not None:
+        _warn(reason)
+        return None
+    return root() / name
 
-    The reason is logged once.
-    """
+
+def unwritable() -> str | None:
+    """Why nothing can be stored in the cache folder, which is created; None if it can."""
+    if (reason := _unusable()) is None and not os.access(root(), os.W_OK):
+        return f"{root()} cannot be written: set VLLM_BASTION_CACHE to another folder"
+    return reason
+
+
+def _unusable(*names: str) -> str | None:
+    """Why the cache folder, or those in it, cannot be created or trusted; None if they can."""
     cache = root()
     try:
-        return cache / name if _make(cache, cache / name) else None
+        # An explicit mode, because a group-writable folder would be refused.
+        for path in (cache, *(cache / name for name in names)):
+            path.mkdir(mode=0o755, parents=True, exist_ok=True)
+            if reason := _problem(path, shared=path == cache):
+                return reason
     except OSError as error:
-        _warn(f"{error}: see that {cache} can be written, or set VLLM_BASTION_CACHE")
-        return None
-
-
-def _make(cache: Path, *folders: Path) -> bool:
-    """Create the cache folder and folders in it; return whether their content can be trusted."""
-    # An explicit mode, because a group-writable folder would be refused.
-    for path in (cache, *folders):
-        path.mkdir(mode=0o755, parents=True, exist_ok=True)
-        if problem := _problem(path, shared=path == cache):
-            _warn(problem)
-            return False
-    return True
+        return f"{error}: see that {cache} can be written, or set VLLM_BASTION_CACHE"
+    return None
 
 
 def _problem(path: Path, shared: bool) -> str | None:
