@@ -36,7 +36,8 @@ REQUEST_BUDGET = "bastion_budget"
 # Rotary embeddings (`rope_type`) whose max_position_embeddings only sets the length of a cache.
 _CACHE_ONLY_ROPE_TYPES = frozenset({"default", "linear", "llama3", "ntk", "proportional"})
 
-_MAX_GRAMMAR_NODES = 63
+# With a vocabulary of 152k, 63 nodes cost the engine core 11 ms a step, and some grammars 171 ms.
+_MAX_GRAMMAR_NODES = 16
 # Most tokens of an n-gram draft: with its root it fills 32 rows.
 NGRAM_DEPTH = 31
 

@@ -95,7 +95,7 @@ GRAMMARS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("mode", ["async", slow("sync")])
 def test_grammars(compare: Comparison, mode: str) -> None:
-    """Trees with grammars beside one without: 24 of 63 nodes, an oracle as the drafter."""
+    """Trees of 16 nodes with grammars beside one of 24 without, an oracle as the drafter."""
     batch = wishes("grammars", GRAMMARS, cases.some(4, first=20))
     plain = Engine(eager=True, async_scheduling=mode == "async")
     tree = plain.with_bastion(63, NODES)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from tests.trees import make_trees
 from vllm_bastion.cpu.replacements import REPLACEMENTS
+from vllm_bastion.engine import logprobs as path_logprobs
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.sampler import TreeRejectionSampler
 
@@ -269,6 +270,23 @@ def test_a_request_that_asks_for_nothing_gets_no_log_probabilities() -> None:
     rng = np.random.default_rng(4)
     step = Step([random_request(KINDS["plain"], rng)], "raw_logprobs", 0)
     assert step.verify(lazily=False)[-1] is None
+
+
+@pytest.mark.usefixtures("replacements")
+def test_a_gpu_scores_no_more_rows_than_a_request_can_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its host does not know how long the paths are; plain steps scored a tree's depth of rows."""
+    monkeypatch.setattr(path_logprobs, "current_host", lambda: SimpleNamespace(runs_ahead=True))
+    rng = np.random.default_rng(6)
+    requests = [random_request(KINDS["greedy"], rng) for _ in range(3)]
+    check(requests, 2)
+    plain = [Request(r.params, r.text, [], []) for r in requests]
+    scored = Step(plain, "raw_logprobs", 0).verify(lazily=False)[-1]
+    assert len(scored.logprobs) == len(plain)
+    few = [replace(requests[0], parents=[0, 0], tokens=[1, 2]), *plain[1:]]
+    scored = Step(few, "raw_logprobs", 0).verify(lazily=False)[-1]
+    assert len(scored.logprobs) == 3 * 3
 
 
 def test_named_tokens_are_scored() -> None:

@@ -180,7 +180,7 @@ def test_requests_keep_their_own_limits(kind: Any) -> None:
         few=new_request(sampling_params=own_budget(5)),
     )  # fmt: skip
     core.requests["none"].sampling_params = own_budget(0)
-    assert cut(core) == {"a": NODES, "g": 63, "none": 0, "few": 5}
+    assert cut(core) == {"a": NODES, "g": 16, "none": 0, "few": 5}
 
 
 @pytest.mark.parametrize("kind", KINDS)

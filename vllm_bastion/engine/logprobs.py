@@ -60,6 +60,8 @@ class PathLogprobs:
         asked = (states.num_logprobs[slots_np] != NO_LOGPROBS) | (
             token_ids.num_token_ids.np[slots_np] > 0
         )
+        # Every request has a row, so none has more than so many: one in a plain step.
+        path = path[:, : 1 + len(logits) - len(path)]
         counts = np.where(asked, path.shape[1], 0)
         self._counts.append(counts)
         if not asked.any():
@@ -67,7 +69,7 @@ class PathLogprobs:
         rows = async_tensor_h2d(np.flatnonzero(asked), device=logits.device)
         nodes = path[rows]
         source = (cu_num_logits[rows][:, None] + nodes.clamp(min=0)).flatten()
-        tokens = sampled[rows].flatten()
+        tokens = sampled[rows, : path.shape[1]].flatten()
         # `repeat_interleave` would wait for the device.
         row_slots = slots[rows][:, None].expand_as(nodes).flatten()
         if not current_host().runs_ahead:
