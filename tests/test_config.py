@@ -349,6 +349,11 @@ TARGETS: dict[str, tuple[dict[str, Any], str]] = {
         {"is_hybrid": True, "hf_text_config": HYBRID, "architecture": "KimiLinearForCausalLM"},
         "recurrent layers in a KimiLinearForCausalLM",
     ),
+    "sparse": ({"architecture": "MiniMaxM3SparseForCausalLM"}, "rows that a learned index chooses"),
+    "sparse hybrid": (
+        {"is_hybrid": True, "hf_text_config": HYBRID, "architecture": "Qwen4ExpForCausalLM"},
+        "is a Qwen4ExpForCausalLM, which attends",
+    ),
     "mla": ({"use_mla": True}, "latent attention"),
     "chunked": ({"attention_chunk_size": 8192}, "chunked local"),
     "mixed chunked": (

@@ -28,6 +28,8 @@ _GATED_DELTA = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
+# Beginnings of architectures whose layers choose the rows that they see by a learned index.
+_SPARSE = ("MiniMaxM3Sparse", "Qwen4Exp")
 # The types of drafters, as users know them.
 DRAFTER_NAMES = ", ".join(drafter_type.name for drafter_type in DRAFTER_TYPES)
 
@@ -54,6 +56,9 @@ def check_target(model: Any) -> None:
         "is a pooling model": model.runner_type != "generate",
         "is an encoder-decoder": model.is_encoder_decoder,
         "is a diffusion model": model.is_diffusion,
+        f"is a {model.architecture}, which attends to rows that a learned index chooses": (
+            model.architecture.startswith(_SPARSE)
+        ),
         "has recurrent (Mamba-like) layers": model.is_attention_free
         or (model.is_hybrid and not hybrid),
         f"has recurrent layers in a {model.architecture}; known are the gated delta networks in a "
