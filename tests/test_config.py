@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from vllm import SamplingParams
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from helpers import engine_config, is_one_sentence, is_refused, write_checkpoint
@@ -115,6 +117,33 @@ def test_a_drafter_that_cannot_be_resized_limits_the_engine_config(
     else:
         is_refused((pair[0], short), short, "max_model_len 256", "set max_model_len to 128")
     assert engine_config((pair[0], short), {"max_model_len": 128}).speculative_config is not None
+
+
+_LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(("rope", "trained"), [(_LLAMA3, 32768), ({"rope_type": "yarn"}, 65536)])
+def test_scaled_rotations_reach_positions_beyond_32768(
+    rope: dict[str, Any], trained: int, tmp_path: Path
+) -> None:
+    """What the drafter of a long context rotates by is what its checkpoint says."""
+    scaled = rope | {"factor": 8.0, "original_max_position_embeddings": 8192}
+    target = write_checkpoint(tmp_path / "target", max_position_embeddings=65536)
+    drafter = write_checkpoint(
+        tmp_path / "drafter", "drafter", max_position_embeddings=trained, rope_scaling=scaled
+    )
+    engine = engine_config((target, drafter), {"max_model_len": 40960})
+    config = engine.speculative_config.draft_model_config.hf_config
+    with set_current_vllm_config(engine):
+        made = get_rope(
+            config.head_dim, max_position=config.max_position_embeddings,
+            rope_parameters=config.rope_parameters, dtype=torch.float32,
+        )  # fmt: skip
+    frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
+    positions = torch.tensor([5, 32767, 32768, 40959])
+    angles = torch.outer(positions.float(), frequencies)
+    expected = factor * torch.cat([angles.cos(), angles.sin()], 1)
+    torch.testing.assert_close(made.cos_sin_cache[positions], expected)
 
 
 # --- N left out ---------------------------------------------------------------------------------
