@@ -135,7 +135,7 @@ class Host:
         self,
         logits: Tensor,
         draw: Draw,
-        walk: tuple[Tensor, ...],
+        walk: tuple[Any, ...],
         *,
         every_row: bool,
         keep_processed: bool,
@@ -146,8 +146,7 @@ class Host:
         Args:
             logits: [L, V] of the step.
             draw: draws a row's token.
-            walk: the arguments of `bastion_kernels.accept_path` after the tokens; the last three
-                are written.
+            walk: all arguments of `bastion_kernels.accept_path` after the tokens.
             every_row: a processor needs all rows, so all of them are drawn.
             keep_processed: the caller reads the returned logits on accepted paths.
             is_argmax: whether every token is the argmax of its unprocessed row.

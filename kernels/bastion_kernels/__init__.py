@@ -18,7 +18,6 @@ are stored by non-increasing path score, parents first, so any prefix of the col
 from bastion_kernels.accept.gather import gather_rows
 from bastion_kernels.accept.history import ancestor_tokens, mask_bad_words, penalise_ancestors
 from bastion_kernels.accept.kv_compact import KVCompactor
-from bastion_kernels.accept.sources import count_sources
 from bastion_kernels.accept.walk import accept_path
 from bastion_kernels.attention.kv_layout import KVLayout, learn_layout
 from bastion_kernels.attention.mask import ancestor_bits, tree_positions
@@ -50,7 +49,6 @@ __all__ = [
     "ancestor_tokens",
     "bind_slots",
     "context_rows",
-    "count_sources",
     "expand_best_first",
     "find_commits",
     "find_ngram",

@@ -180,7 +180,7 @@ class Step:
     def verify(self, lazily: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
         """Processed logits, tokens, counts and log-probabilities."""
         self.sampler._every_row = not lazily
-        self.sampler._next_row = 0
+        self.sampler.begin(self.starts)
         self.sampler._logprobs.begin(self.slots)
         slots = torch.from_numpy(self.slots)
         result = self.sampler._verify(

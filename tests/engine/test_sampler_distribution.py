@@ -163,7 +163,7 @@ def emitted_sequences(
     starts = torch.arange(0, SLOTS * rows + 1, rows, dtype=torch.int32)
     counts: Counter[tuple[int, ...]] = Counter()
     for call in range(CALLS):
-        sampler._next_row = 0
+        sampler.begin(starts)
         _, sampled, num_sampled = sampler._verify(
             logits.repeat(SLOTS, 1), None, node_ids, position + (DEPTH + 1) * call, starts, slots,
             slots.numpy(), row_slots, torch.arange(rows).repeat(SLOTS), np.full(SLOTS, 64),

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from bastion_kernels import (
     NgramRows,
-    count_sources,
     expand_best_first,
     find_ngram,
     mix_ngram,
@@ -259,13 +258,3 @@ def test_kernels_grow_the_references_trees(run, kind: str, top_k: int) -> None:
     expected, expected_sources = grown(references.expand_best_first, case, top_k, 40)
     assert_same(trees, expected)
     assert_same(sources, expected_sources)
-
-
-@runs(count_sources)
-def test_sources_are_counted(run) -> None:
-    sources = torch.tensor([[3, 1, 2, 2, 0], [1, 1, 1, 1, 1], [1, 3, 2, 1, 1]], dtype=torch.int32)
-    starts = torch.tensor([0, 5, 8, 8, 10], dtype=torch.int32)  # 4, 2, no and 1 nodes
-    path = torch.tensor([[0, 1, 3, -1], [0, -1, -1, -1], [-1] * 4, [0, 1, -1, -1]]).int()
-    counts = torch.ones(2, 3, dtype=torch.int32)
-    call(run, sources, torch.tensor([0, -1, 1, 2]), starts, path, counts)
-    assert counts.tolist() == [[1 + 2, 1 + 2, 1 + 1], [1 + 1, 1 + 1, 1 + 1]]

@@ -52,6 +52,25 @@ def test_inert_rows_and_stale_columns(run) -> None:
 
 
 @runs(accept_path)
+def test_rejected_rows_and_sources_are_counted(run) -> None:
+    # Four nodes of which two are accepted, an inert request, no row, and a request cut to one node.
+    parents = torch.tensor([[0, 1, 1, 3, 4], [0, 1, 2, 3, 4], [0, 0, 1, 1, 1]], dtype=torch.int32)
+    sources = torch.tensor([[3, 1, 2, 2, 0], [1, 1, 1, 1, 1], [1, 3, 2, 1, 1]], dtype=torch.int32)
+    slots, starts = torch.tensor([0, -1, 1, 2]), torch.tensor([0, 5, 8, 8, 10], dtype=torch.int32)
+    fed = torch.tensor([9, 1, 2, 3, 4, 9, 1, 2, 9, 1])
+    sampled = torch.tensor([1, 3, 9, 9, 9, 1, 2, 9, 1, 9])
+    path, count = poisoned(4, 5, dtype=torch.int32), poisoned(4, dtype=torch.int32)
+    rejected, counts = poisoned(4, dtype=torch.int32), poisoned(4, 2, 3, dtype=torch.int32)
+    call(
+        run, sampled, fed, parents, slots, starts, path, path.long(), count, rejected, sources,
+        counts,
+    )  # fmt: skip
+    assert count.tolist() == [3, 0, 0, 2] and rejected.tolist() == [2, 3, 0, 0]
+    nothing = [[0, 0, 0], [0, 0, 0]]
+    assert counts.tolist() == [[[1, 2, 1], [0, 1, 1]], nothing, nothing, [[1, 0, 0], [1, 0, 0]]]
+
+
+@runs(accept_path)
 def test_no_requests(run) -> None:
     none, parents = torch.zeros(0, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int32)
     assert len(accept(run, none, none, parents, none, torch.zeros(1).int(), 2)[2]) == 0

@@ -5,7 +5,7 @@ The ops' tests compare every version with these, or both with another truth. The
 with them, and the benchmarks check with them.
 """
 
-from tests.references.accept import accept_path, compact_caches, count_sources, gather_rows
+from tests.references.accept import accept_path, compact_caches, gather_rows
 from tests.references.attention import ancestor_bits, tree_attention, tree_positions
 from tests.references.best_first import expand_best_first
 from tests.references.declare import OF
@@ -30,7 +30,6 @@ __all__ = [
     "bind_slots",
     "compact_caches",
     "context_rows",
-    "count_sources",
     "expand_best_first",
     "find_commits",
     "find_ngram",

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from bastion_kernels import KVCompactor
 from bastion_kernels.accept.gather import GatherRows
-from bastion_kernels.accept.sources import CountSources
 from bastion_kernels.accept.walk import AcceptPath
 from tests.references.declare import of
 
@@ -32,22 +31,15 @@ def accept_path(op: AcceptPath) -> None:
         op.out_path[r] = torch.tensor(path + [-1] * padding)
         op.out_tokens[r] = torch.tensor(emitted + [0] * padding)
         op.num_sampled[r] = len(path)
-
-
-@of(CountSources)
-def count_sources(op: CountSources) -> None:
-    starts = op.cu_num_logits.tolist()
-    for r, slot in enumerate(op.slots.tolist()):
-        if slot < 0:
-            continue
-        # a request without logits rows has not even a root
-        nodes = max(starts[r + 1] - starts[r] - 1, 0)
-        verified = op.sources[slot, :nodes].tolist()
-        accepted = [verified[node - 1] for node in op.path[r].tolist() if 0 < node <= nodes]
-        for which, kinds in enumerate((verified, accepted)):
-            for kind in kinds:
-                if kind:
-                    op.counts[which, kind - 1] += 1
+        if op.num_rejected is not None:
+            op.num_rejected[r] = rows - len(path)
+        if op.counts is not None and op.sources is not None:
+            # a request without logits rows has not even a root
+            verified = op.sources[slot, : max(rows - 1, 0)].tolist() if slot >= 0 else []
+            accepted = [verified[node - 1] for node in path if node > 0]
+            for which, found in enumerate((verified, accepted)):
+                counts = [found.count(source) for source in (1, 2, 3)]
+                op.counts[r, which] = torch.tensor(counts)
 
 
 @of(GatherRows)

@@ -101,14 +101,14 @@ class CpuHost(Host):
         self,
         logits: Tensor,
         draw: Draw,
-        walk: tuple[Tensor, ...],
+        walk: tuple[Any, ...],
         *,
         every_row: bool,
         keep_processed: bool,
         is_argmax: Callable[[], bool],
     ) -> Tensor:
         """Draw tokens only at the rows on the walk: each draw costs time here."""
-        from bastion_kernels.cpu.walk import accept_lazily
+        from bastion_kernels.cpu.walk import accept_lazily, count_walk
 
         if every_row:
             return super().accept(
@@ -119,21 +119,24 @@ class CpuHost(Host):
                 keep_processed=keep_processed,
                 is_argmax=is_argmax,
             )
+        processed, path = logits, walk[:7]
         if is_argmax():
             # NumPy's argmax is the first one, as vLLM's; PyTorch's takes twice as long.
             accept_lazily(
-                lambda rows: torch.from_numpy(logits[rows].float().numpy().argmax(1)), *walk
+                lambda rows: torch.from_numpy(logits[rows].float().numpy().argmax(1)), *path
             )
-            return logits
-        processed = torch.empty_like(logits, dtype=torch.float32) if keep_processed else logits
-
-        def draw_rows(rows: Tensor) -> Tensor:
-            scores, tokens = draw(rows)
+        else:
             if keep_processed:
-                processed[rows] = scores
-            return tokens
+                processed = torch.empty_like(logits, dtype=torch.float32)
 
-        accept_lazily(draw_rows, *walk)
+            def draw_rows(rows: Tensor) -> Tensor:
+                scores, tokens = draw(rows)
+                if keep_processed:
+                    processed[rows] = scores
+                return tokens
+
+            accept_lazily(draw_rows, *path)
+        count_walk(*walk[2:5], *walk[6:])
         return processed
 
     def run_gated_delta(

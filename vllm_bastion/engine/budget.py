@@ -53,7 +53,7 @@ class CountedOutput(AsyncModelRunnerOutput):
 
     output: AsyncModelRunnerOutput
     req_ids: list[str]
-    # [R + 1] running sum of each request's bonus token and nodes, and `NgramDrafts.count_sources`.
+    # [R + 1] running sum of each request's bonus token and nodes, and counts by `accept_path`.
     # Their copies from the device were queued before the output's own, and arrived before it.
     num_logits: np.ndarray
     sources: np.ndarray | None
@@ -68,7 +68,9 @@ class CountedOutput(AsyncModelRunnerOutput):
         else:
             nodes = (end - begin - 1 for begin, end in pairwise(ends))
             num_verified = dict(zip(self.req_ids, nodes, strict=True))
-        sources: Sequence[int] = () if self.sources is None else self.sources.ravel().tolist()
+        sources: Sequence[int] = (
+            () if self.sources is None else self.sources.sum(0).ravel().tolist()
+        )
         StepReport(num_verified, self.verified, self.expected, sources).attach(output)
         return output
 

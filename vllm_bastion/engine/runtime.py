@@ -42,8 +42,8 @@ class Runtime:
     manager: StepBudget | None = None
     # Whether steps are recorded: not during warm-up, nor with VLLM_BASTION_TELEMETRY=0.
     records: bool = False
-    # [2, 3] of the step that was sampled last, see `NgramDrafts.count_sources`; its copy
-    # from the device may be in flight. None without lookup.
+    # [R, 2, 3] nodes and accepted tokens of the step that was sampled last, by source (see
+    # `accept_path`). Their copy from the device may be in flight. None without lookup.
     sources: np.ndarray | None = None
     # The step that is being prepared, as the scheduler sent it (None outside `execute_model`, and
     # in a dummy run), and its record.

@@ -56,6 +56,7 @@ class TreeRejectionSampler(RejectionSampler):
         # A custom processor reads the rows before a row, so all of them must be processed.
         self._every_row = has_unknown(sampler)
         self._next_row = 0
+        self._counted: tuple[torch.Tensor, torch.Tensor | None]
         self._logprobs = PathLogprobs(sampler)
 
     def __call__(
@@ -72,11 +73,14 @@ class TreeRejectionSampler(RejectionSampler):
         [R, a tree's depth + 1].
         """
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
-        node_ids = input_batch.input_ids[input_batch.logits_indices]
+        rows, trees = len(logits), self.trees
+        # Without prompts every row has logits, in order.
+        chosen = slice(rows) if rows == input_batch.num_tokens else input_batch.logits_indices
+        node_ids = input_batch.input_ids[chosen]
         followed_ids = node_ids
         if invalid_drafts is not None:
             followed_ids = node_ids.masked_fill(invalid_drafts, -1)
-        self._next_row = 0
+        num_rejected, counts = self.begin(input_batch.cu_num_logits)
         self._logprobs.begin(input_batch.idx_mapping_np)
         sampled, num_sampled, _, sampling_mask = self._verify_in_chunks(
             logits,
@@ -84,30 +88,23 @@ class TreeRejectionSampler(RejectionSampler):
             draft_logits,
             node_ids,
             # Positions by depth: a draw is keyed by the position of its token.
-            (input_batch if self.trees.chains else self.trees).positions[
-                input_batch.logits_indices
-            ],
+            (input_batch if trees.chains else trees).positions[chosen],
             get_max_chunk_logits(logits.shape[1]),
             NO_LOGPROBS,
             followed_ids,
         )
-        num_sampled, num_rejected = get_num_sampled_and_rejected(
-            num_sampled,
-            input_batch.seq_lens,
-            input_batch.cu_num_logits,
-            input_batch.idx_mapping,
-            self.sampler.req_states.prefill_len.gpu,
-        )
-        copies = self.trees.ngram
-        if copies is not None and self.runtime.records:
-            # Queued before the output's own copy, so it has arrived when the output has.
-            self.runtime.sources = async_copy_to_np(
-                copies.count_sources(
-                    input_batch.idx_mapping,
-                    input_batch.cu_num_logits,
-                    self.trees.path[: input_batch.num_reqs],
-                )
+        if input_batch.has_prefill:
+            # A prompt that is not complete emits nothing.
+            num_sampled, num_rejected = get_num_sampled_and_rejected(
+                num_sampled,
+                input_batch.seq_lens,
+                input_batch.cu_num_logits,
+                input_batch.idx_mapping,
+                self.sampler.req_states.prefill_len.gpu,
             )
+        if counts is not None and self.runtime.records:
+            # Queued before the output's own copy, so it has arrived when the output has.
+            self.runtime.sources = async_copy_to_np(counts)
         return SamplerOutput(
             sampled_token_ids=sampled,
             logprobs_tensors=self._logprobs.tensors(),
@@ -116,6 +113,17 @@ class TreeRejectionSampler(RejectionSampler):
             num_rejected=num_rejected,
             sampling_mask_tensors=sampling_mask,
         )
+
+    def begin(self, cu_num_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Start a step: what the walk counts, [R] rejected rows and [R, 2, 3] nodes by source.
+
+        Allocated in each step: copies to the host may outlive it.
+        """
+        counts, num_rejected = None, torch.empty_like(cu_num_logits[1:])
+        if self.trees.ngram is not None:
+            counts = num_rejected.new_empty(len(num_rejected), 2, 3)
+        self._next_row, self._counted = 0, (num_rejected, counts)
+        return self._counted
 
     def _verify(
         self,
@@ -134,6 +142,7 @@ class TreeRejectionSampler(RejectionSampler):
         num_reqs = idx_mapping.shape[0]
         trees, rows = self.trees, slice(self._next_row, self._next_row + num_reqs)
         self._next_row += num_reqs
+        num_rejected, counts = self._counted
         # Allocated in each step: vLLM's output copy reads them while the next step runs.
         sampled = idx_mapping.new_empty(num_reqs, trees.depth + 1, dtype=torch.int64)
         num_sampled = cu_num_logits.new_empty(num_reqs)
@@ -185,6 +194,9 @@ class TreeRejectionSampler(RejectionSampler):
             trees.path[rows],
             sampled,
             num_sampled,
+            num_rejected[rows],
+            None if trees.ngram is None else trees.ngram.sources,
+            None if counts is None else counts[rows],
         )
         reports_processed = self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
         processed = self._host.accept(

@@ -14,7 +14,6 @@ import torch
 
 from bastion_kernels import (
     NgramRows,
-    count_sources,
     find_ngram,
     mix_ngram,
     ngram_chances,
@@ -59,20 +58,6 @@ class NgramDrafts:
         """A new request takes the slot."""
         self._last[slot, 1] = 0
 
-    def count_sources(
-        self, slots: torch.Tensor, cu_num_logits: torch.Tensor, path: torch.Tensor
-    ) -> torch.Tensor:
-        """[2, 3] int32: a step's verified nodes and accepted tokens, by source.
-
-        Args:
-            slots: [R] request slots.
-            cu_num_logits: [R + 1] int32 first logits row of each request.
-            path: [R, L + 1] int32 accepted nodes.
-        """
-        # Allocated in each step: the copy to the host may outlive the step.
-        counts = torch.zeros(2, 3, dtype=torch.int32, device=self.counts.device)
-        count_sources(self.sources, slots, cu_num_logits, path, counts)
-        return counts
 
     def find(self, slots: torch.Tensor) -> None:
         """Find the n-gram drafts of the requests in `slots`, [R], before `mix` does."""

@@ -222,8 +222,6 @@ class Trees:
             return
         self.bind_rows()
         self.grow_ngram(1)
-        no_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
-        self.ngram.count_sources(self.row_slots[:1], no_rows, self.path[:1])
 
     def _expand(
         self,

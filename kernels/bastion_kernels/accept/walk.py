@@ -5,7 +5,8 @@
     repeat: emit sampled[node]; if a child of node carries that token, node <- child, else stop
 
 Each token is drawn from the target's distribution given the node's prefix. The emitted tokens are
-therefore those of plain decoding, for any tree and temperature.
+therefore those of plain decoding, for any tree and temperature. Nodes and accepted tokens can be
+counted by their source on the way: the drafter, an n-gram draft, or both.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _SLICES = [
     "out_path",
     "out_tokens",
     "num_sampled",
+    "num_rejected",
+    "counts",
 ]
 
 
@@ -41,7 +44,11 @@ def _accept_kernel(
     out_path,
     out_tokens,
     num_sampled,
+    num_rejected,
+    sources,
+    counts,
     stride_parents_s,
+    stride_sources_s,
     stride_out_path_r,
     stride_out_tokens_r,
     N: tl.constexpr,
@@ -76,6 +83,15 @@ def _accept_kernel(
     tl.store(out_path + i_r * stride_out_path_r + o_d, b_path, mask=o_d < LENGTH)
     tl.store(out_tokens + i_r * stride_out_tokens_r + o_d, b_emitted, mask=o_d < LENGTH)
     tl.store(num_sampled + i_r, count)
+    if num_rejected is not None:
+        tl.store(num_rejected + i_r, tl.load(cu_num_logits + i_r + 1) - start - count)
+    if counts is not None:
+        sources += slot * stride_sources_s
+        b_source = tl.load(sources + o_n, mask=m_tail, other=0)
+        b_taken = tl.load(sources + b_path - 1, mask=b_path > 0, other=0)
+        for kind in tl.static_range(1, 4):
+            tl.store(counts + i_r * 6 + kind - 1, tl.sum((b_source == kind).to(tl.int32), 0))
+            tl.store(counts + i_r * 6 + kind + 2, tl.sum((b_taken == kind).to(tl.int32), 0))
 
 
 @dataclass(slots=True)
@@ -98,6 +114,12 @@ class AcceptPath(Op):
     # Written: accepted tokens and the bonus token; 0 past the end.
     out_tokens: Annotated[Tensor, "[R, LENGTH] int64"]
     num_sampled: Annotated[Tensor, "[R] int32"]  # written: tokens emitted
+    # Written: logits rows that emitted nothing.
+    num_rejected: Annotated[Tensor | None, "[R] int32"] = None
+    # Of `expand_best_first`: 1 the drafter, 2 an n-gram draft, 3 both, 0 unused.
+    sources: Annotated[Tensor | None, "[S, N] int32"] = None
+    # Written: verified nodes, then accepted tokens, by source.
+    counts: Annotated[Tensor | None, "[R, 2, 3] int32"] = None
 
     def triton(self) -> None:
         reqs, length = self.out_path.shape

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookup on a CPU: `find_ngram`, `mix_ngram` and `count_sources`."""
+"""Lookup on a CPU: `find_ngram` and `mix_ngram`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 
 import numpy as np
 
-from bastion_kernels.accept.sources import CountSources
 from bastion_kernels.cpu.cache import njit
 from bastion_kernels.draft.find_ngram import LONGEST, SHORTEST, FindNgram
 from bastion_kernels.draft.mix_ngram import _MOST_TRIALS, _PRIOR_TRIALS, MixNgram
@@ -129,27 +128,4 @@ def mix_ngram(op: MixNgram) -> None:
         op.last.numpy(), op.counts.numpy(), op.priors.numpy(), op.candidates.numpy(),
         op.logprobs.numpy(), op.stateless, op.tokens.numpy(), op.places.numpy(),
         op.ngram_rows.numpy(), op.expected.numpy(),
-    )  # fmt: skip
-
-
-@njit
-def _count(sources, slots, starts, path, counts):
-    for row in range(slots.shape[0]):
-        slot = slots[row]
-        if slot < 0:
-            continue
-        nodes = starts[row + 1] - starts[row] - 1
-        for column in range(min(nodes, sources.shape[1])):
-            if sources[slot, column] > 0:
-                counts[0, sources[slot, column] - 1] += 1
-        for depth in range(path.shape[1]):
-            node = path[row, depth]
-            if 0 < node <= nodes and sources[slot, node - 1] > 0:
-                counts[1, sources[slot, node - 1] - 1] += 1
-
-
-def count_sources(op: CountSources) -> None:
-    _count(
-        op.sources.numpy(), op.slots.numpy(), op.cu_num_logits.numpy(), op.path.numpy(),
-        op.counts.numpy(),
     )  # fmt: skip

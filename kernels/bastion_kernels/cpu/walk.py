@@ -47,12 +47,51 @@ def _walk(sampled, fed, parents, slots, starts, out_path, out_tokens, num_sample
         num_sampled[r] = count
 
 
+@njit
+def _count(sources, slots, starts, path, counts):
+    counts[:] = 0
+    for r in range(slots.shape[0]):
+        slot = slots[r]
+        if slot < 0:
+            continue
+        for column in range(min(starts[r + 1] - starts[r] - 1, sources.shape[1])):
+            if sources[slot, column] > 0:
+                counts[r, 0, sources[slot, column] - 1] += 1
+        for depth in range(path.shape[1]):
+            node = path[r, depth]
+            if node > 0 and sources[slot, node - 1] > 0:
+                counts[r, 1, sources[slot, node - 1] - 1] += 1
+
+
+def count_walk(
+    slots: Tensor,
+    cu_num_logits: Tensor,
+    out_path: Tensor,
+    num_sampled: Tensor,
+    num_rejected: Tensor | None,
+    sources: Tensor | None,
+    counts: Tensor | None,
+) -> None:
+    """Write what `accept_path` counts after a walk; the arguments are its own."""
+    if num_rejected is not None:
+        torch.sub(cu_num_logits.diff(), num_sampled, out=num_rejected)
+    if counts is not None:
+        assert sources is not None
+        _count(
+            sources.numpy(), slots.numpy(), cu_num_logits.numpy(), out_path.numpy(), counts.numpy()
+        )
+
+
 def accept_path(op: AcceptPath) -> None:
     """The walk over tokens drawn at every row."""
     _walk(
         op.sampled.numpy(), op.node_ids.numpy(), op.parents.numpy(), op.slots.numpy(),
         op.cu_num_logits.numpy(), op.out_path.numpy(), op.out_tokens.numpy(),
         op.num_sampled.numpy(),
+    )  # fmt: skip
+    count_walk(
+        op.slots, op.cu_num_logits, op.out_path, op.num_sampled, op.num_rejected, op.sources,
+        op.counts,
     )  # fmt: skip
 
 
