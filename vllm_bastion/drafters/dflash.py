@@ -26,6 +26,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
@@ -193,10 +194,31 @@ class BastionSpeculator(DFlashSpeculator):
             super().init_cudagraph_manager(cudagraph_mode)
         finally:
             self.vllm_config = config
+        assert self.query_cudagraph_manager is not None
+        mode = self.query_cudagraph_manager.cudagraph_mode
+        if self.trees.ngram is None:
+            mode = CUDAGraphMode.NONE
+        # An attribute of ours, so that vLLM drops it after its profile of graphs.
+        self._ngram_graphs = CudaGraphManager(
+            with_graphs(config, 1), self.device, mode, decode_query_len=1
+        )
 
     def capture(self) -> None:
         self.trees.bind_rows()
         super().capture()
+        if self._ngram_graphs.needs_capture():
+            self._ngram_graphs.capture(
+                lambda desc, warmup: lambda mode: self.trees.grow_ngram(desc.num_reqs),
+                "Capturing n-gram CUDA graphs",
+            )
+
+    def _grow_ngram(self, num_reqs: int, longest: int | None) -> None:
+        """Build trees from n-gram drafts alone, in a graph where there is one."""
+        graph = self._ngram_graphs.dispatch(num_reqs, num_reqs, 1, 0)
+        if graph.cg_mode == CUDAGraphMode.FULL:
+            self._ngram_graphs.run_fullgraph(graph)
+        else:
+            self.trees.grow_ngram(num_reqs, longest)
 
     def _generate_draft(
         self,
@@ -279,7 +301,7 @@ class BastionSpeculator(DFlashSpeculator):
             if not step.drafts:
                 self._keep(step, input_batch, slot_mappings, hidden, num_sampled, num_rejected)
                 if step.grows:
-                    self.trees.grow_ngram(num_reqs, step.longest_ngram)
+                    self._grow_ngram(num_reqs, step.longest_ngram)
                 return tokens
             if runtime.deferred is not None:
                 runtime.deferred.flush()
