@@ -25,6 +25,7 @@ from bastion_kernels.attention.tree_attention import AttentionLayer, AttentionSt
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
 from bastion_kernels.draft.best_first import NgramRows, expand_best_first
 from bastion_kernels.draft.find_ngram import find_ngram
+from bastion_kernels.draft.inputs import draft_inputs
 from bastion_kernels.draft.mix_ngram import mix_ngram, ngram_chances, ngram_priors
 from bastion_kernels.draft.take_best import take_best
 from bastion_kernels.draft.topk_logprobs import topk_logprobs, topk_partial
@@ -49,6 +50,7 @@ __all__ = [
     "ancestor_tokens",
     "bind_slots",
     "context_rows",
+    "draft_inputs",
     "expand_best_first",
     "find_commits",
     "find_ngram",

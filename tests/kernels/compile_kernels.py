@@ -71,6 +71,11 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     ops.bind_slots.triton(slots, slots)
     ops.bind_slots.triton(slots, slots, counts, ends)
     ops.bind_slots.triton(slots, slots, counts)
+    table, longs = torch.zeros(reqs, 64, dtype=torch.int32), torch.zeros(reqs * 16).long()
+    ops.draft_inputs.triton(
+        slots, ends, path, rows, slots, [table], [16], longs, longs, [longs], slots, longs.int(),
+        longs, [longs], longs.bool(), ends, ends, 16, 7, 4096,
+    )  # fmt: skip
     few = counts[:reqs]
     context = (ends, few, ends, ends, path, rows, few, few, rows, rows, few, 16)
     for caches in ((), [rows], [rows, rows]):

@@ -16,6 +16,7 @@ from tests.references.gated_delta import (
     short_conv_tree,
 )
 from tests.references.history import ancestor_tokens, mask_bad_words, penalise_ancestors
+from tests.references.inputs import draft_inputs
 from tests.references.lookup import find_ngram, mix_ngram
 from tests.references.rows import bind_slots, context_rows
 from tests.references.state_blocks import find_commits, find_states
@@ -30,6 +31,7 @@ __all__ = [
     "bind_slots",
     "compact_caches",
     "context_rows",
+    "draft_inputs",
     "expand_best_first",
     "find_commits",
     "find_ngram",

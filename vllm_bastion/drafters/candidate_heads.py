@@ -34,3 +34,5 @@ class BastionLiLiCorr(BastionDFlash2, LiLiCorrSpeculator):
     """LiLiCorr's attention over the per-position candidates."""
 
     _speculator_name = "BASTION"
+    # It also reads the last context row of each request.
+    _inputs_in_graph = False

@@ -26,7 +26,6 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
-from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
@@ -41,6 +40,7 @@ from vllm_bastion.drafters.capacity import (
     with_capacity,
     with_graphs,
 )
+from vllm_bastion.drafters.graphs import InputGraphs, NgramGraphs
 from vllm_bastion.engine.deferred import DeferredContext, may_defer
 from vllm_bastion.engine.planning import decide_again
 from vllm_bastion.engine.runtime import Runtime
@@ -58,6 +58,8 @@ class BastionSpeculator(DFlashSpeculator):
     # Whether a request keeps its drafter blocks while rows wait to be stored, one of each step or
     # several; false before `set_attn`.
     _may_defer = _may_defer_several = False
+    # Whether a graph can prepare all that a draft reads.
+    _inputs_in_graph = True
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class BastionSpeculator(DFlashSpeculator):
         # vLLM 0.33 asks for `_num_graph_context_tokens` while it is being built.
         self.runtime, self.trees = runtime, runtime.trees
         super().__init__(with_capacity(chain_view_of(vllm_config)), device)
-        self._req_states = req_states
+        self.req_states = req_states
         spec_config = settings_of(vllm_config)
         if spec_config.bastion_lookup:
             self.trees.look_up(req_states.all_token_ids.gpu, req_states.total_len.gpu)
@@ -79,13 +81,13 @@ class BastionSpeculator(DFlashSpeculator):
         self.enable_adaptive_verification = True
         self.use_acceptance_estimator = False
         # The batch as the drafter sees it, see `_accepted_context`.
-        self._context_source = torch.zeros(step_rows, dtype=torch.int64, device=device)
-        self._accepted_positions = torch.zeros_like(self._context_source)
+        self.context_source = torch.zeros(step_rows, dtype=torch.int64, device=device)
+        self._accepted_positions = torch.zeros_like(self.context_source)
         self._context_rejected = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self._context_layout = torch.zeros(
             2 * self.max_num_reqs + 1, dtype=torch.int32, device=device
         )
-        self._context_hidden: list[torch.Tensor] = []
+        self.context_hidden: list[torch.Tensor] = []
         # Whether the drafter combines hidden states of several layers of the target.
         self._combines_hidden = False
         # A layer of each of the drafter's KV cache groups.
@@ -96,10 +98,10 @@ class BastionSpeculator(DFlashSpeculator):
     def load_draft_model(self, *args: Any, **kwargs: Any) -> nn.Module:
         """Load the drafter, and compile it for as many rows as its buffers have."""
         config = self.vllm_config
-        if self.max_num_tokens > len(self._context_source):
+        if self.max_num_tokens > len(self.context_source):
             self.vllm_config = copy.copy(config)
             self.vllm_config.compilation_config = for_all_rows(
-                config.compilation_config, len(self._context_source)
+                config.compilation_config, len(self.context_source)
             )
         try:
             model = super().load_draft_model(*args, **kwargs)
@@ -138,14 +140,14 @@ class BastionSpeculator(DFlashSpeculator):
         self._may_defer = self.vllm_config.kv_transfer_config is None and all(map(may_defer, specs))
         self._may_defer_several = self._may_defer and all(may_defer(spec, True) for spec in specs)
         self.runtime.deferred = None
-        rows = min(len(self._context_source), self.max_num_tokens)
+        rows = min(len(self.context_source), self.max_num_tokens)
         self._context_slots = torch.zeros(len(groups), rows, dtype=torch.int64, device=self.device)
 
     def _deferred(self) -> DeferredContext | None:
         """Rows that wait, in the buffers of accepted paths; None if no row may."""
-        if self.runtime.deferred is None and self._may_defer and self._context_hidden:
+        if self.runtime.deferred is None and self._may_defer and self.context_hidden:
             self.runtime.deferred = DeferredContext(
-                self._context_hidden,
+                self.context_hidden,
                 self._accepted_positions[: self._context_slots.shape[1]],
                 self._context_slots,
                 self.max_num_reqs,
@@ -155,7 +157,7 @@ class BastionSpeculator(DFlashSpeculator):
 
     def _store_deferred(self, count: int) -> None:
         positions, slots = self._accepted_positions, list(self._context_slots)
-        self._store(self._context_hidden, positions, slots, count)
+        self._store(self.context_hidden, positions, slots, count)
 
     def _store(
         self,
@@ -165,16 +167,25 @@ class BastionSpeculator(DFlashSpeculator):
         count: int,
     ) -> None:
         """Compute and store the drafter's keys and values of the first `count` rows."""
-        hidden = [rows[:count] for rows in hidden]
-        self.hidden_states[:count].copy_(
-            self.model.combine_hidden_states(torch.cat(hidden, dim=-1))
-            if self._combines_hidden
-            else hidden[0]
-        )
+        self.hidden_states[:count].copy_(self._combined([rows[:count] for rows in hidden]))
         self.context_positions[:count].copy_(positions[:count])
         for into, group in zip(self._context_slot_mappings, slots, strict=True):
             into[:count].copy_(group[:count])
         self._precompute_context_kv(0, count)
+
+    def _combined(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
+        if not self._combines_hidden:
+            return hidden[0]
+        combined: torch.Tensor = self.model.combine_hidden_states(torch.cat([*hidden], -1))
+        return combined
+
+    def take_hidden(self, hidden: Sequence[torch.Tensor]) -> None:
+        """Put the context's hidden states, [M, H] each, where the drafter's graph reads them."""
+        staging = getattr(self, "_aux_staging", None)  # vLLM 0.33 combines them in its graph
+        if staging is not None:
+            torch.cat([*hidden], -1, out=staging[: len(hidden[0])])
+        else:
+            self.hidden_states[: len(hidden[0])].copy_(self._combined(hidden))
 
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
         """Rows whose keys and values the drafter's graph stores: a whole path of each request.
@@ -196,29 +207,23 @@ class BastionSpeculator(DFlashSpeculator):
             self.vllm_config = config
         assert self.query_cudagraph_manager is not None
         mode = self.query_cudagraph_manager.cudagraph_mode
-        if self.trees.ngram is None:
+        self._ngram_graphs = NgramGraphs(self.trees, config, self.device, mode)
+        rows = min(self.max_num_reqs, LOGITS_CHUNK_REQS) * (self.trees.depth + 1)
+        # Other backends plan each step on the host; and ranks replay graphs together.
+        in_graph = self._inputs_in_graph and self.supports_decode_metadata_update
+        if not in_graph or self.dp_size > 1 or rows > self._context_slots.shape[1]:
             mode = CUDAGraphMode.NONE
-        # An attribute of ours, so that vLLM drops it after its profile of graphs.
-        self._ngram_graphs = CudaGraphManager(
-            with_graphs(config, 1), self.device, mode, decode_query_len=1
-        )
+        self._input_graphs = InputGraphs(self, config, mode)
 
     def capture(self) -> None:
+        # Captured without a request, so that the runs before write nothing.
         self.trees.bind_rows()
+        self.trees.begin_step()
         super().capture()
-        if self._ngram_graphs.needs_capture():
-            self._ngram_graphs.capture(
-                lambda desc, warmup: lambda mode: self.trees.grow_ngram(desc.num_reqs),
-                "Capturing n-gram CUDA graphs",
-            )
-
-    def _grow_ngram(self, num_reqs: int, longest: int | None) -> None:
-        """Build trees from n-gram drafts alone, in a graph where there is one."""
-        graph = self._ngram_graphs.dispatch(num_reqs, num_reqs, 1, 0)
-        if graph.cg_mode == CUDAGraphMode.FULL:
-            self._ngram_graphs.run_fullgraph(graph)
-        else:
-            self.trees.grow_ngram(num_reqs, longest)
+        self._ngram_graphs.capture_all()
+        target = self.runtime.target_graphs
+        if not self.trees.chains and target is not None and target.hidden_states is not None:
+            self._input_graphs.capture_all(target.aux_hidden_states or [target.hidden_states])
 
     def _generate_draft(
         self,
@@ -240,7 +245,9 @@ class BastionSpeculator(DFlashSpeculator):
 
     def _of_block(self, hidden_states: torch.Tensor, num_reqs: int) -> torch.Tensor:
         """The rows that trees are grown from: one for each predicted position."""
-        return hidden_states[self.sample_indices[: num_reqs * self.num_speculative_steps]]
+        queries, depth = self.num_query_per_req, self.num_speculative_steps
+        block = hidden_states[: num_reqs * queries].unflatten(0, (num_reqs, queries))
+        return block[:, queries - depth :].flatten(0, 1)
 
     def _grow_trees(self, hidden_states: torch.Tensor, num_reqs: int) -> None:
         """Build the trees of a batch from the hidden states of `_of_block`.
@@ -281,10 +288,10 @@ class BastionSpeculator(DFlashSpeculator):
         num_reqs, runtime = input_batch.num_reqs, self.runtime
         hidden = aux_hidden_states or [last_hidden_states]
         self._combines_hidden = bool(aux_hidden_states)
-        if not self._context_hidden and not (self.trees.chains and self.trees.budget is not None):
+        if not self.context_hidden and not (self.trees.chains and self.trees.budget is not None):
             # In the profiling run, so that vLLM counts it before it sizes the KV cache.
-            self._context_hidden = [
-                torch.zeros(len(self._context_source), h.shape[1], dtype=h.dtype, device=h.device)
+            self.context_hidden = [
+                torch.zeros(len(self.context_source), h.shape[1], dtype=h.dtype, device=h.device)
                 for h in hidden
             ]
         tokens = self.trees.tokens[:num_reqs]
@@ -294,14 +301,22 @@ class BastionSpeculator(DFlashSpeculator):
         if dummy_run:
             self.trees.bind_rows()
         else:
+            graph = self._input_graphs.graph_of(runtime.step, input_batch, hidden)
+            if graph is not None:
+                if runtime.deferred is not None:
+                    runtime.deferred.flush()
+                self._prepare_eplb_forward(num_reqs * self.num_query_per_req)
+                self._input_graphs.run_fullgraph(graph)
+                self.query_cudagraph_manager.run_fullgraph(graph)
+                return tokens
             manager = runtime.manager
             if runtime.step.grows or manager is None or manager.has_trees:
                 self.trees.bind_rows(input_batch.idx_mapping)
-            step = runtime.step = decide_again(runtime, input_batch, num_sampled, self._req_states)
+            step = runtime.step = decide_again(runtime, input_batch, num_sampled, self.req_states)
             if not step.drafts:
                 self._keep(step, input_batch, slot_mappings, hidden, num_sampled, num_rejected)
                 if step.grows:
-                    self._grow_ngram(num_reqs, step.longest_ngram)
+                    self._ngram_graphs.grow(num_reqs, step.longest_ngram)
                 return tokens
             if runtime.deferred is not None:
                 runtime.deferred.flush()
@@ -418,7 +433,7 @@ class BastionSpeculator(DFlashSpeculator):
         layout[num_reqs + 1 :] = step.base_rows - 1
         total = int(start[-1])
         on_device = async_tensor_h2d(layout, out=self._context_layout[: len(layout)])
-        starts, source = on_device[: num_reqs + 1], self._context_source[:total]
+        starts, source = on_device[: num_reqs + 1], self.context_source[:total]
         positions = self._accepted_positions[first : first + total]
         rejected = self._context_rejected[:num_reqs]
         context_rows(
@@ -438,7 +453,7 @@ class BastionSpeculator(DFlashSpeculator):
             slots,
             into,
         )
-        accepted_hidden = [out[first : first + total] for out in self._context_hidden]
+        accepted_hidden = [out[first : first + total] for out in self.context_hidden]
         gather_rows(hidden, source, accepted_hidden)
         accepted_batch = replace(
             batch,
@@ -469,19 +484,19 @@ class BastionSpeculator(DFlashSpeculator):
         # With no cache, and with those of rows that wait, from an even or an odd row on.
         for caches in (((), ()), (slots, slots), (slots, [group[1:] for group in slots])):
             context_rows(two, one, two, two, self.trees.path, positions, one, one,
-                         self._context_source, positions, rejected, 1, *caches)  # fmt: skip
-        rows = self._context_source[:1].fill_(-1)
+                         self.context_source, positions, rejected, 1, *caches)  # fmt: skip
+        rows = self.context_source[:1].fill_(-1)
         gather_rows(
-            self._context_hidden, rows, [torch.empty_like(h[:1]) for h in self._context_hidden]
+            self.context_hidden, rows, [torch.empty_like(h[:1]) for h in self.context_hidden]
         )
 
     def _warm_up_inputs(self) -> None:
         """Compile vLLM's input kernel for every block size; it depends on the longest query."""
         none = torch.zeros(1, dtype=torch.int32, device=self.device)
-        states = self._req_states
+        states = self.req_states
         block = next_power_of_2(1 + self.num_query_per_req)
         while block <= _MAX_INPUT_BLOCK:
-            rows = min(block - self.num_query_per_req, len(self._context_source))
+            rows = min(block - self.num_query_per_req, len(self.context_source))
             if rows + self.num_query_per_req <= block // 2:
                 break  # no batch has a query this long
             batch = InputBatch.make_dummy(1, rows, self.target_input_buffers)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
 from vllm_bastion.attached import StepPlan
 from vllm_bastion.config import settings_of
@@ -40,6 +41,8 @@ class Runtime:
     deferred: DeferredContext | None = None
     # None until the KV cache exists.
     manager: StepBudget | None = None
+    # The target's graphs, which own the hidden states of their steps.
+    target_graphs: ModelCudaGraphManager | None = None
     # Whether steps are recorded: not during warm-up, nor with VLLM_BASTION_TELEMETRY=0.
     records: bool = False
     # [R, 2, 3] nodes and accepted tokens of the step that was sampled last, by source (see

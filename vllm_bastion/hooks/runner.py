@@ -104,8 +104,11 @@ def cudagraph_manager(
     if bastion_config(vllm_config) is None:
         return original(vllm_config, *args, **kwargs)
     from vllm_bastion.attention.graphs import BastionCudaGraphManager
+    from vllm_bastion.engine.runtime import runtime_of
 
-    return BastionCudaGraphManager(vllm_config, *args, **kwargs)
+    manager = BastionCudaGraphManager(vllm_config, *args, **kwargs)
+    runtime_of(vllm_config).target_graphs = manager
+    return manager
 
 
 def structured_outputs_worker(original: Callable[..., Any], **kwargs: Any) -> Any:

@@ -58,7 +58,6 @@ class NgramDrafts:
         """A new request takes the slot."""
         self._last[slot, 1] = 0
 
-
     def find(self, slots: torch.Tensor) -> None:
         """Find the n-gram drafts of the requests in `slots`, [R], before `mix` does."""
         find_ngram(self.history, self.lengths, slots, self._last, self.counts, self._found)
