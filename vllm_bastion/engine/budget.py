@@ -311,7 +311,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         self._has_tree[slots] = step.grows
         self._drafted = step.arm
         if self.lagged and self.trees.budget is None:
-            self._earlier.copy(slots if step.grows else slots[:0], input_batch.idx_mapping)
+            self._earlier.copy(slots if step.grows else slots[:0])
 
     # ---- the step's data for other adapters --------------------------------------------
 

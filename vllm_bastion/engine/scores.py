@@ -23,10 +23,10 @@ class EarlierScores:
     """
 
     def __init__(self, trees: Trees) -> None:
-        self._log_rho = trees.log_rho
+        # Gathered where trees are grown, in a CUDA graph if there is one.
+        self._gathered = trees.row_scores = torch.zeros_like(trees.log_rho)
         on_device = current_host().runs_ahead
-        shape = self._log_rho.shape
-        self._gathered = torch.empty_like(self._log_rho)
+        shape = trees.log_rho.shape
         self._host = [torch.zeros(shape, pin_memory=on_device) for _ in range(2)]
         # Not blocking events: the device may be idle while the host waits, so the wait spins.
         self._arrived = [torch.cuda.Event() if on_device else None for _ in range(2)]
@@ -42,15 +42,14 @@ class EarlierScores:
         for slots in self._slots:
             slots[slots == slot] = -1
 
-    def copy(self, slots: np.ndarray, on_device: torch.Tensor) -> None:
-        """Start the copy of the scores of the requests in `slots`, [R]."""
+    def copy(self, slots: np.ndarray) -> None:
+        """Start the copy of the scores of the requests in `slots`, [R], whose trees just grew."""
         self._read()
         turn, self._turn = self._turn, self._turn ^ 1
         self._slots[turn] = slots.copy()
         if len(slots):
-            rows = self._gathered[: len(slots)]
-            torch.index_select(self._log_rho, 0, on_device, out=rows)
-            self._host[turn][: len(slots)].copy_(rows, non_blocking=True)
+            rows = slice(len(slots))
+            self._host[turn][rows].copy_(self._gathered[rows], non_blocking=True)
             if (event := self._arrived[turn]) is not None:
                 event.record()
 

@@ -26,6 +26,7 @@ from bastion_kernels import (
     ancestor_bits,
     bind_slots,
     expand_best_first,
+    gather_rows,
     merge_topk,
     topk_logprobs,
     topk_partial,
@@ -79,6 +80,8 @@ class Trees:
         self.parents = torch.full((slots, num_nodes), -1, dtype=torch.int32, device=device)
         self.depths = zeros(slots, num_nodes)
         self.log_rho = torch.full((slots, num_nodes), -torch.inf, device=device)
+        # [S, N] the same by row of the drafter's batch, where the host copies them; or None.
+        self.row_scores: torch.Tensor | None = None
         self.size = zeros(slots)  # nodes of the tree
         # On the host: each request's own limit on its nodes.
         self.node_limits_host = np.full(slots, num_nodes, dtype=np.int32)
@@ -245,6 +248,8 @@ class Trees:
             ngram=ngram,
         )
         ancestor_bits(self.parents, slots, self.bits)
+        if self.row_scores is not None:
+            gather_rows([self.log_rho], slots, [self.row_scores])
 
     def _best_of_slice(self, logits: torch.Tensor, vocab_start: int) -> torch.Tensor:
         """The K best of a slice, and its mass: [M, K + 1] int64, one message between ranks."""
