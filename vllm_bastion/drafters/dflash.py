@@ -26,6 +26,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
@@ -71,6 +72,9 @@ class BastionSpeculator(DFlashSpeculator):
         step_rows = vllm_config.scheduler_config.max_num_batched_tokens
         # vLLM 0.33 asks for `_num_graph_context_tokens` while it is being built.
         self.runtime, self.trees = runtime, runtime.trees
+        # vLLM drops the graphs of its memory profile, so nothing else may hold them.
+        self._input_graphs: InputGraphs | None = None
+        runtime.choose_draft_graph = self._choose_graph
         super().__init__(with_capacity(chain_view_of(vllm_config)), device)
         self.req_states = req_states
         spec_config = settings_of(vllm_config)
@@ -221,9 +225,14 @@ class BastionSpeculator(DFlashSpeculator):
         self.trees.begin_step()
         super().capture()
         self._ngram_graphs.capture_all()
-        target = self.runtime.target_graphs
+        graphs = self.runtime.target_graphs
+        target = None if graphs is None else graphs()
         if not self.trees.chains and target is not None and target.hidden_states is not None:
+            assert self._input_graphs is not None
             self._input_graphs.capture_all(target.aux_hidden_states or [target.hidden_states])
+
+    def _choose_graph(self, step: Step) -> BatchExecutionDescriptor | None:
+        return None if self._input_graphs is None else self._input_graphs.graph_of(step)
 
     def _generate_draft(
         self,
@@ -301,8 +310,9 @@ class BastionSpeculator(DFlashSpeculator):
         if dummy_run:
             self.trees.bind_rows()
         else:
-            graph = self._input_graphs.graph_of(runtime.step, input_batch, hidden)
+            graph, runtime.draft_graph = runtime.draft_graph, None
             if graph is not None:
+                assert self._input_graphs is not None
                 if runtime.deferred is not None:
                     runtime.deferred.flush()
                 self._prepare_eplb_forward(num_reqs * self.num_query_per_req)

@@ -13,7 +13,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
-from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from bastion_kernels import draft_inputs, gather_rows
 from vllm_bastion.drafters.capacity import with_graphs
@@ -49,8 +48,9 @@ class NgramGraphs(CudaGraphManager):
 class InputGraphs(CudaGraphManager):
     """Graphs that prepare a draft after a step of trees, one in front of each of the drafter's.
 
-    They read what the step has left in fixed buffers, the hidden states in those of the target's
-    graphs, so only a step that was a FULL graph can be followed by one.
+    They begin with the accepted rows of the target's caches. They read what the step has left in
+    fixed buffers, the hidden states in those of the target's graphs, so only a step that was a FULL
+    graph can be followed by one.
     """
 
     def __init__(self, draft: Any, vllm_config: VllmConfig, mode: CUDAGraphMode) -> None:
@@ -63,18 +63,16 @@ class InputGraphs(CudaGraphManager):
     def capture_all(self, hidden: Sequence[torch.Tensor]) -> None:
         """hidden: the target's hidden states that the drafter reads, as its graphs write them."""
         self._hidden = list(hidden)
+        self._compactor = self._draft.model_state.make_compactor()
         self.capture(
             lambda desc, warmup: lambda mode: self._prepare(desc.num_reqs),
             "Capturing draft input CUDA graphs",
         )
 
-    def graph_of(
-        self, step: Step, batch: InputBatch, hidden: Sequence[torch.Tensor]
-    ) -> BatchExecutionDescriptor | None:
-        """The graph that prepares the draft of a step, and the drafter's behind it."""
-        if not (self.graphs and step.verifies and step.drafts) or batch.has_prefill:
-            return None
-        if hidden[0].data_ptr() != self._hidden[0].data_ptr():
+    def graph_of(self, step: Step) -> BatchExecutionDescriptor | None:
+        """The graph that prepares the draft of a FULL graph's step, and the drafter's behind it."""
+        batch = step.batch
+        if batch is None or batch.has_prefill or not (step.verifies and step.drafts):
             return None
         reqs, queries = batch.num_reqs, self.decode_query_len
         graph = self.dispatch(reqs, reqs * queries, queries, 0)
@@ -85,6 +83,10 @@ class InputGraphs(CudaGraphManager):
         target, own, tables = draft.target_input_buffers, draft.input_buffers, draft.block_tables
         groups, rows = draft.draft_kv_cache_group_ids, num_reqs * (trees.depth + 1)
         source = draft.context_source[:rows]
+        # Without prompts all rows of a request are its tail.
+        starts = target.query_start_loc[: num_reqs + 1]
+        slot_mappings = draft.model_state.slot_mappings
+        self._compactor.compact(slot_mappings, starts, starts, trees.path[:num_reqs])
         draft_inputs(
             trees.step_slots,
             target.query_start_loc,

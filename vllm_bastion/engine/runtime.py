@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
+from weakref import ReferenceType
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 
 from vllm_bastion.attached import StepPlan
 from vllm_bastion.config import settings_of
@@ -41,8 +43,13 @@ class Runtime:
     deferred: DeferredContext | None = None
     # None until the KV cache exists.
     manager: StepBudget | None = None
-    # The target's graphs, which own the hidden states of their steps.
-    target_graphs: ModelCudaGraphManager | None = None
+    # The target's graphs, which own the hidden states of their steps. vLLM must be able to drop
+    # those of its memory profile.
+    target_graphs: ReferenceType[ModelCudaGraphManager] | None = None
+    # Picks the graph that moves the accepted rows of a step and prepares its draft, and the one of
+    # the current step; None if there is none.
+    choose_draft_graph: Callable[[Step], BatchExecutionDescriptor | None] | None = None
+    draft_graph: BatchExecutionDescriptor | None = None
     # Whether steps are recorded: not during warm-up, nor with VLLM_BASTION_TELEMETRY=0.
     records: bool = False
     # [R, 2, 3] nodes and accepted tokens of the step that was sampled last, by source (see

@@ -213,20 +213,28 @@ class BastionModelState(DefaultModelState):
 
     def warm_up(self) -> None:
         """Bind the KV caches, and compile the ops of a step with trees."""
-        assert self._block_tables is not None
         no_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
-        slot_mappings = self._block_tables.slot_mappings
-        self._bound_compactor().compact(slot_mappings, no_rows, no_rows, self.trees.path[:1])
+        self._bound_compactor().compact(self.slot_mappings, no_rows, no_rows, self.trees.path[:1])
         # vLLM's warm-up may lack a step with a mask, or one without.
         self.trees.begin_step(self.trees.step_slots[:1].zero_(), no_rows)
         self.trees.begin_step()
 
     def _bound_compactor(self) -> KVCompactor:
         if self._compactor is None:
-            layers, groups = zip(*self._target_layers.values(), strict=True)
-            caches = [layer.kv_cache for layer in layers]
-            self._compactor = KVCompactor(caches, groups, [block_layout(layer) for layer in layers])
+            self._compactor = self.make_compactor()
         return self._compactor
+
+    @property
+    def slot_mappings(self) -> torch.Tensor:
+        """[G, T] cache slots of the step's rows."""
+        assert self._block_tables is not None
+        return self._block_tables.slot_mappings
+
+    def make_compactor(self) -> KVCompactor:
+        """Of the target's caches, which it keeps alive."""
+        layers, groups = zip(*self._target_layers.values(), strict=True)
+        caches = [layer.kv_cache for layer in layers]
+        return KVCompactor(caches, groups, [block_layout(layer) for layer in layers])
 
     def postprocess_state(
         self,
@@ -236,12 +244,15 @@ class BastionModelState(DefaultModelState):
     ) -> None:
         """Move accepted rows: after sampling, before ``propose`` overwrites the slot mappings."""
         super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)
-        batch = self.runtime.step.batch
-        if not self.runtime.step.verifies or self.trees.chains or batch is None:
+        runtime, batch = self.runtime, self.runtime.step.batch
+        if not runtime.step.verifies or self.trees.chains or batch is None:
             return  # an accepted chain is in place
-        assert self._block_tables is not None
+        if runtime.choose_draft_graph is not None and self._mode == CUDAGraphMode.FULL:
+            runtime.draft_graph = runtime.choose_draft_graph(runtime.step)
+        if runtime.draft_graph is not None:
+            return  # it begins with this
         self._bound_compactor().compact(
-            self._block_tables.slot_mappings,
+            self.slot_mappings,
             batch.query_start_loc[: batch.num_reqs + 1],
             batch.cu_num_logits,
             self.trees.path[: batch.num_reqs],

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any
+from weakref import ref
 
 import numpy as np
 
@@ -107,7 +108,7 @@ def cudagraph_manager(
     from vllm_bastion.engine.runtime import runtime_of
 
     manager = BastionCudaGraphManager(vllm_config, *args, **kwargs)
-    runtime_of(vllm_config).target_graphs = manager
+    runtime_of(vllm_config).target_graphs = ref(manager)
     return manager
 
 
