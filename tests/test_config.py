@@ -238,7 +238,7 @@ def test_the_drafter_is_split_as_the_target_is(pair: tuple[str, str]) -> None:
     is_refused(pair, '"draft_tensor_parallel_size": 2', "remove it", draft_tensor_parallel_size=2)
 
 
-@pytest.mark.parametrize("key", ["bastion_buget", "bastion_top_k"])
+@pytest.mark.parametrize("key", ["bastion_buget", "bastionbudget", "bastion_top_k"])
 def test_a_requests_misspelt_budget_is_refused(key: str) -> None:
     with pytest.raises(VLLMValidationError) as refused:
         check_budget({key: 1}, most=32)

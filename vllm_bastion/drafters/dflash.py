@@ -21,7 +21,6 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import tensor_model_parallel_all_gather
-from vllm.utils.math_utils import next_power_of_2
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -42,13 +41,12 @@ from vllm_bastion.drafters.capacity import (
     with_graphs,
 )
 from vllm_bastion.drafters.graphs import InputGraphs, NgramGraphs
+from vllm_bastion.drafters.warm_up import warm_up
 from vllm_bastion.engine.deferred import DeferredContext, may_defer
 from vllm_bastion.engine.planning import decide_again
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.platform import current_host
 from vllm_bastion.step import Step
-
-_MAX_INPUT_BLOCK = 256  # of vLLM's `prepare_dflash_inputs`
 
 
 class BastionSpeculator(DFlashSpeculator):
@@ -485,37 +483,7 @@ class BastionSpeculator(DFlashSpeculator):
 
     def warm_up(self) -> None:
         """Compile the kernels of the first request, accepted path and copy."""
-        self._warm_up_inputs()
-        self.trees.warm_up()
-        one = self._context_layout[:1].zero_()
-        two = torch.zeros(2, dtype=torch.int32, device=self.device)
-        positions, rejected = self._accepted_positions, self._context_rejected[:1]
-        slots = list(self._context_slots)
-        # With no cache, and with those of rows that wait, from an even or an odd row on.
-        for caches in (((), ()), (slots, slots), (slots, [group[1:] for group in slots])):
-            context_rows(two, one, two, two, self.trees.path, positions, one, one,
-                         self.context_source, positions, rejected, 1, *caches)  # fmt: skip
-        rows = self.context_source[:1].fill_(-1)
-        gather_rows(
-            self.context_hidden, rows, [torch.empty_like(h[:1]) for h in self.context_hidden]
-        )
-
-    def _warm_up_inputs(self) -> None:
-        """Compile vLLM's input kernel for every block size; it depends on the longest query."""
-        none = torch.zeros(1, dtype=torch.int32, device=self.device)
-        states = self.req_states
-        block = next_power_of_2(1 + self.num_query_per_req)
-        while block <= _MAX_INPUT_BLOCK:
-            rows = min(block - self.num_query_per_req, len(self.context_source))
-            if rows + self.num_query_per_req <= block // 2:
-                break  # no batch has a query this long
-            batch = InputBatch.make_dummy(1, rows, self.target_input_buffers)
-            super().propose(
-                batch, {}, {}, self.hidden_states, None, none, none, states.last_sampled_tokens,
-                states.next_prefill_tokens, self.temperature, self.seeds, dummy_run=True,
-                is_profile=True,
-            )  # fmt: skip
-            block *= 2
+        warm_up(self)
 
 
 def _all_gather(keys: torch.Tensor) -> torch.Tensor:

@@ -102,7 +102,7 @@ def check_budget(extra_args: dict[str, Any], most: int) -> None:
         VLLMValidationError: naming the key and the range; the server answers with status 400.
     """
     for key in extra_args:
-        if key != REQUEST_BUDGET and key.startswith(PREFIX):
+        if key != REQUEST_BUDGET and key.startswith(PREFIX.rstrip("_")):
             raise VLLMValidationError(
                 f'"{key}" in extra_args (vllm_xargs) is unknown: a request\'s own budget is '
                 f'"{REQUEST_BUDGET}"'
