@@ -131,10 +131,13 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         # By size class and arm: mean ms that the profile predicts for steps of decodes.
         self._predicted: dict[tuple[int, Arm], float] = {}
         self._unseen: tuple[tuple[int, Arm], np.ndarray] | None = None
-        # With exact timing, log rho on the host: on a CPU the trees' own.
+        # With exact timing, log rho on the host: on a CPU the trees' own, else a copy of them, and
+        # the event of its arrival.
         self._host_scores = self.trees.log_rho
-        if not lagged and current_host().runs_ahead:
+        self._arrived: torch.cuda.Event | None = None
+        if not lagged and self.trees.budget is None and current_host().runs_ahead:
             self._host_scores = torch.empty_like(self.trees.log_rho, device="cpu", pin_memory=True)
+            self._arrived = torch.cuda.Event()
         if lagged:
             self._earlier = EarlierScores(self.trees)
             # By slot: most nodes, and rows that are not nodes.
@@ -217,9 +220,9 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         """[R, width] float64 rho of the batch's trees, as far as the host may know them."""
         if self.lagged:
             return self._earlier.of(slots, width)
-        if self._host_scores is not self.trees.log_rho:
+        if self._arrived is not None:
             with gpu_sync_allowed():
-                self._host_scores.copy_(self.trees.log_rho)
+                self._arrived.synchronize()
         log_rho: np.ndarray = self._host_scores.numpy()[slots, :width]
         return np.exp(log_rho.astype(np.float64))
 
@@ -310,8 +313,11 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         slots, step = input_batch.idx_mapping_np, self.runtime.step
         self._has_tree[slots] = step.grows
         self._drafted = step.arm
-        if self.lagged and self.trees.budget is None:
+        if self.lagged:
             self._earlier.copy(slots if step.grows else slots[:0])
+        elif self._arrived is not None and step.grows:
+            self._host_scores.copy_(self.trees.log_rho, non_blocking=True)
+            self._arrived.record()
 
     # ---- the step's data for other adapters --------------------------------------------
 
