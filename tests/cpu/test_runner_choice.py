@@ -56,15 +56,38 @@ def test_only_who_needs_it_gets_v2_on_native_kernels(
     host(**where)
     worker: Any = SimpleNamespace(HAS_TRITON=False)
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", worker)
-    monkeypatch.setattr(engine_args, "capabilities", lambda: capabilities_of("0.33"))
     config = engine(bastion)
     assert engine_args.runs_on_replacement(config) is ours
     for answer in (True, False):
         assert engine_args.use_v2_model_runner(lambda _, a=answer: a, config) is (ours or answer)
-    assert worker.HAS_TRITON is ours, "vLLM's worker refuses V2 by it"
+    assert not worker.HAS_TRITON, "reading a property of a config changes nothing"
     called: list[Any] = []
     engine_args.validate_v2_model_runner(called.append, config)
     assert called == ([] if ours else [config])
+
+
+def test_only_a_native_workers_constructor_believes_in_triton(
+    host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.33's refuses V2 without it. What it was is restored, even after an error."""
+    from vllm_bastion.hooks import cpu_worker
+
+    host()
+    module: Any = cpu_worker.gpu_worker
+    seen: list[bool] = []
+
+    def init(self: Any, vllm_config: Any) -> None:
+        seen.append(module.HAS_TRITON)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(module, "HAS_TRITON", False, raising=False)
+    monkeypatch.setattr(cpu_worker.CPUWorker, "__init__", init)
+    monkeypatch.setattr(cpu_worker, "capabilities", lambda: capabilities_of("0.33"))
+    for bastion in (True, False):
+        with pytest.raises(RuntimeError, match="no memory"):
+            cpu_worker.ReplacementWorker(vllm_config=engine(bastion))
+    assert seen == [True, False]
+    assert not module.HAS_TRITON
 
 
 def test_what_v2_cannot_do_is_still_refused(host: Any) -> None:

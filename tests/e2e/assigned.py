@@ -56,8 +56,8 @@ _ATTRIBUTES = (
     Change(
         target="vllm.v1.worker.gpu_worker:HAS_TRITON",
         why="the worker refuses Model Runner V2 without Triton, after it was chosen",
-        what="`hooks.engine_args.use_v2_model_runner` sets it to True",
-        when="a worker on native kernels, from vLLM 0.33 on",
+        what="`hooks.cpu_worker` sets it to True, then restores it",
+        when="while a worker on native kernels is built, from vLLM 0.33 on",
     ),
     Change(
         target="vllm.triton_utils:triton.next_power_of_2",
@@ -154,8 +154,8 @@ _OBJECTS = (
         target="vllm.config:ParallelConfig.worker_cls",
         why="the runner builds its parts by functions, and nothing runs after vLLM's warm-up or a "
         "change of weights",
-        what="`hooks.engine_args.use_own_classes` names ours of `hooks.worker`",
-        when='an engine with method "bastion", once it is configured',
+        what="`hooks.engine_args` names ours of `hooks.worker` or `hooks.cpu_worker`",
+        when='an engine with method "bastion" or on native kernels, once it is configured',
     ),
     Change(
         target="vllm.config:SchedulerConfig.max_num_active_seqs",

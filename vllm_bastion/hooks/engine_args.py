@@ -8,13 +8,11 @@ short flags `--spec-*` all pass through it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from vllm_bastion import compat
 from vllm_bastion.logger import init_logger, leaving_out
-from vllm_bastion.versions import capabilities
 
 logger = init_logger(__name__)
 
@@ -27,10 +25,11 @@ _SHORT_FLAGS = (
 )
 
 
+_CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 # vLLM's worker, by the platform's choice -> ours
 _WORKERS = {
     "vllm.v1.worker.gpu_worker.Worker": "vllm_bastion.hooks.worker.BastionWorker",
-    "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_bastion.hooks.cpu_worker.BastionCPUWorker",
+    _CPU_WORKER: "vllm_bastion.hooks.cpu_worker.BastionCPUWorker",
 }
 # With adapters vLLM wants a step to hold N + 1 rows of every request; its own limits hold 8.
 _NODES_WITH_ADAPTERS = 7
@@ -160,7 +159,11 @@ def _checked_config(
     original: Callable[..., Any], self: Any, usage_context: Any, headless: bool
 ) -> Any:
     if not requested(self):
-        return original(self, usage_context, headless)
+        vllm_config = original(self, usage_context, headless)
+        parallel = vllm_config.parallel_config
+        if parallel.worker_cls == _CPU_WORKER and runs_on_replacement(vllm_config):
+            parallel.worker_cls = "vllm_bastion.hooks.cpu_worker.ReplacementWorker"
+        return vllm_config
     # vLLM warns of a limit below 8192, which does not apply: no draft takes a step's tokens.
     with leaving_out("vllm.config.vllm", "max_num_scheduled_tokens is set to"):
         vllm_config = original(self, usage_context, headless)
@@ -219,14 +222,7 @@ def runs_on_replacement(vllm_config: Any) -> bool:
 
 def use_v2_model_runner(original: Callable[..., bool], self: Any) -> bool:
     """Select V2 where our replacements serve it; the validation refuses what V2 cannot do."""
-    if not runs_on_replacement(self):
-        return original(self)
-    worker: Any = sys.modules.get("vllm.v1.worker.gpu_worker")
-    # The worker calls this just before it checks HAS_TRITON, which only that check reads.
-    # Do not import the module here: the platform's own patches must come first.
-    if worker is not None and capabilities().worker_requires_triton:
-        worker.HAS_TRITON = True
-    return True
+    return runs_on_replacement(self) or original(self)
 
 
 def validate_v2_model_runner(original: Callable[..., None], self: Any) -> None:

@@ -87,12 +87,6 @@ HOOKS: tuple[Hook, ...] = (
     ),
     # Model Runner V2 on a CPU host
     Hook(
-        target="vllm.v1.worker.worker_base:WorkerWrapperBase.init_device",
-        wrapper="native:init_device",
-        expects="(self)",
-        why="no Triton back end launches V2's kernels on a CPU host",
-    ),
-    Hook(
         target="vllm.triton_utils.dispatcher:_rebind_kernels",
         wrapper="native:rebind_kernels",
         expects="(overrides)",
