@@ -78,6 +78,20 @@ def test_muse_glimmers_assistant_is_a_dflash_drafter(name: str, with_drafter: An
     assert spec.draft_model_config.architectures == ["DFlashMuseGlimmerAssistantModel"]
 
 
+@pytest.mark.parametrize(
+    ("keys", "causal"),
+    [({}, False), ({"causal_head": True}, True), ({"causal_head": True, "causal": False}, False)],
+)
+def test_jetspecs_drafter_is_a_causal_dflash(
+    keys: dict[str, bool], causal: bool, with_drafter: Any
+) -> None:
+    """vLLM reads `causal` only, and would give JetSpec's published drafters DFlash's mask."""
+    from vllm.model_executor.models.qwen3_dflash import dflash_has_any_non_causal
+
+    spec = engine_config(with_drafter(dflash_config=READS | keys)).speculative_config
+    assert dflash_has_any_non_causal(spec.draft_model_config.hf_config) != causal
+
+
 def speculators_drafter(folder: Path, layers: str, tokens: int, **settings: Any) -> str:
     """A drafter in the speculators library's format, with another drafter's layers."""
     config = json.loads((Path(layers) / "config.json").read_text())

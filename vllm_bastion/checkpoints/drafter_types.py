@@ -117,15 +117,19 @@ def candidates_of(config: Any) -> int | None:
 
 
 def restore_settings(config: Any, model: str, revision: str | None) -> None:
-    """Read the block size of a checkpoint in the speculators library's format.
+    """Give a drafter's config the settings that vLLM does not read from its checkpoint.
 
-    vLLM converts that format to a Hugging Face config, for DFlash without the block size.
+    JetSpec names its causal mask `causal_head`. The speculators library's format, which vLLM
+    converts, loses DFlash's block size.
 
     Args:
-        config: as vLLM has read it, changed in place; other formats are left as they are.
+        config: as vLLM has read it, changed in place.
         model: folder or Hugging Face name.
         revision: of the model on Hugging Face.
     """
+    settings = getattr(config, "dflash_config", None) or {}
+    if "causal_head" in settings:
+        settings.setdefault("causal", settings["causal_head"])
     if config.model_type != "speculators" or getattr(config, "block_size", None) is not None:
         return
     from transformers import PretrainedConfig
