@@ -33,6 +33,7 @@ class Case:
         adapters: whether the first two prompts have a LoRA adapter each.
         long: tokens of prompts that are repeated up to this length, and continued in a second turn
             with as many cached tokens as the case `plain` has; 0 for short prompts and one turn.
+        joins: tokens of a prompt that joins a request that decodes.
         waits: times per steady step that this plugin may wait for the device, on average.
         blocks: calls per steady step that may block or allocate, on average.
         arguments: further arguments of `EngineArgs`.
@@ -52,6 +53,7 @@ class Case:
     unlike: tuple[int, ...] | None = None
     adapters: bool = False
     long: int = 0
+    joins: int = 40
 
     @property
     def takes_prompts(self) -> bool:
@@ -108,6 +110,14 @@ def _paper(method: str) -> dict[str, Any]:
     return {"speculative": speculative, "plain": "paper-plain", "arguments": arguments}
 
 
+# A GPU's default. vLLM breaks the graphs at attention while it captures, because there is no
+# compiler here. The prompt exceeds the FULL graphs.
+_PIECEWISE: dict[str, Any] = {
+    "plain": "plain-piecewise",
+    "joins": 150,
+    "arguments": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE"}},
+}
+
 _HYBRID: dict[str, Any] = {
     "plain": "plain-hybrid",
     "pair": TINY / "hybrid",
@@ -152,6 +162,8 @@ CASES = (
     Case("lookup", "adaptive, lagged, lookup", _bastion(31, "adaptive")),
     Case("dflash2", "DFlash2, N = 16", _bastion(16, 16, model=TINY / "dflash2")),
     Case("dspark", "DSpark, lagged", _bastion(15, "adaptive", model=TINY / "dspark")),
+    Case("plain-piecewise", "FULL_AND_PIECEWISE: plain", **_PIECEWISE),
+    Case("piecewise", "FULL_AND_PIECEWISE: adaptive", _bastion(31, "adaptive"), **_PIECEWISE),
     Case("paper-plain", "paper's command: plain", **_paper("plain")),
     Case("paper-chain", "paper's command: chain", **_paper("nodes=15 budget=15 top_k=1")),
     Case("paper-fixed", "paper's command: N = 16", **_paper("nodes=16 budget=16")),

@@ -18,12 +18,14 @@ import sys
 from importlib import import_module
 from typing import Any
 
+from tests.rehearsal import environment
 from tests.rehearsal.cases import TINY
 from tests.rehearsal.forced import KINDS, Steps
 
 _FOUND = "compiled"
 _ENGINES: dict[str, dict[str, Any]] = {
     "adaptive": {},
+    "piecewise": {"cudagraph_mode": "FULL_AND_PIECEWISE"},
     "exact timing, without graphs": {
         "speculative_config": {"bastion_budget_timing": "exact"},
         "enforce_eager": True,
@@ -59,6 +61,7 @@ def report(arguments: list[str]) -> int:
     parser.add_argument("--only", choices=_ENGINES, help="in this process")
     given = parser.parse_args(arguments)
     if given.only:
+        environment.break_graphs()
         _run(dict(_ENGINES[given.only]))
         sys.stdout.flush()
         os._exit(0)  # vLLM's own way out takes long
@@ -109,6 +112,7 @@ def _run(arguments: dict[str, Any]) -> None:
     steps = Steps()
     steps.install()
     pair, keys = arguments.pop("pair", TINY), arguments.pop("speculative_config", {})
+    graphs = arguments.pop("cudagraph_mode", "FULL_DECODE_ONLY")
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=str(pair / "target"),
@@ -117,7 +121,7 @@ def _run(arguments: dict[str, Any]) -> None:
             max_model_len=1024,
             gpu_memory_utilization=0.05,
             disable_log_stats=False,
-            compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+            compilation_config={"mode": 0, "cudagraph_mode": graphs},
             speculative_config={"method": "bastion", "model": str(pair / "drafter"), **keys},
             **arguments,
         )

@@ -39,7 +39,7 @@ from tests.rehearsal.device import FakeDriver
 # Operators without numbers of their own: memory, metadata and real copies of the driver.
 _NO_NUMBERS = {
     "_local_scalar_dense", "record_stream", "is_pinned", "_pin_memory", "pin_memory", "detach",
-    "set_", "resize_", "get_scheduler_metadata",
+    "set_", "resize_", "get_scheduler_metadata", "weak_ref_tensor",
 }  # fmt: skip
 # Their output's size depends on numbers, so they make the host wait and cannot be captured.
 _SIZED_BY_NUMBERS = {

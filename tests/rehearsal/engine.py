@@ -72,7 +72,7 @@ def run(case: Case, driver: FakeDriver, emulation: Emulation) -> dict[str, Any]:
             tokens[output.request_id] = list(output.outputs[0].token_ids)
     first = [tokens[str(i)] for i in range(len(PROMPTS))]
     second, cached = _second_turns(engine, prompts, first, params) if case.long else ([], [])
-    joined, in_graph = ([], True) if case.long else _join(engine, prompts, params)
+    joined, in_graph = ([], True) if case.long else _join(engine, prompts, params, case.joins)
     done = time.perf_counter()
     steady = steps[_WARM_UP:]
     names = sorted({name for counts in steady for name in counts})
@@ -139,32 +139,38 @@ def _second_turns(
     return [list(x.outputs[0].token_ids) for x in found], [x.num_cached_tokens for x in found]
 
 
-def _join(engine: Any, prompts: list[dict[str, Any]], params: Any) -> tuple[list[list[int]], bool]:
-    """A longer prompt joins a request that decodes.
+def _join(
+    engine: Any, prompts: list[dict[str, Any]], params: Any, length: int
+) -> tuple[list[list[int]], bool]:
+    """A prompt of `length` tokens joins a request that decodes.
 
     Returns their tokens, and whether that step replayed a graph of the target.
     """
     from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
-    replay, replays = ModelCudaGraphManager.run_fullgraph, []
+    replays = []
 
-    def run_fullgraph(self: Any, desc: Any) -> Any:
-        replays.append(desc)
-        return replay(self, desc)
+    def counted(replay: Any) -> Any:
+        @wraps(replay)
+        def run(*args: Any) -> Any:
+            replays.append(replay)
+            return replay(*args)
 
-    ModelCudaGraphManager.run_fullgraph = run_fullgraph
+        return run
+
+    for name in ("run_fullgraph", "run_pw_graph"):
+        setattr(ModelCudaGraphManager, name, counted(getattr(ModelCudaGraphManager, name)))
     ids = [token for prompt in prompts for token in prompt["prompt_token_ids"]]
     engine.add_request("decodes", prompts[0], params)
     for _ in range(3):
         engine.step()
-    engine.add_request("joins", {"prompt_token_ids": (40 * ids)[:40]}, params)
+    engine.add_request("joins", {"prompt_token_ids": (length * ids)[:length]}, params)
     replays.clear()
     outputs = engine.step()
     in_graph = bool(replays)
     while engine.has_unfinished_requests():
         outputs += engine.step()
     tokens = {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
-    ModelCudaGraphManager.run_fullgraph = replay
     return [tokens["decodes"], tokens["joins"]], in_graph
 
 

@@ -51,3 +51,8 @@ def enter(arguments: list[str]) -> None:
         raise FileNotFoundError(f"{LIBRARIES} has no driver: run `make rehearse`")
     command = [sys.executable, "-m", "tests.rehearsal", *arguments]
     os.execve(sys.executable, command, {**os.environ, **variables()})
+
+
+def break_graphs() -> None:
+    """Let vLLM capture PIECEWISE graphs without torch.compile: read while vLLM is imported."""
+    os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"

@@ -35,6 +35,7 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     cases = _chosen(parser, given.cases)
     environment.enter(arguments)
+    environment.break_graphs()
     folder = Path(os.environ["VLLM_BASTION_CACHE"])
     try:
         failures = []
