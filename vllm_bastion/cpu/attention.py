@@ -5,6 +5,9 @@ The cache is vLLM's own. Its layout depends on the instruction set, so `learn_la
 by running vLLM's op that writes it. Prompts and plain rows stay on vLLM's kernel: they get the
 numbers that it computes for a batch of them alone. Trees and chains run on our loops, in which a
 row's result depends on its path only. The drafter keeps vLLM's kernel.
+
+A layer writes its keys and values in the same call, for which vLLM has an op of its own: between
+parallel regions OpenMP's threads soon fall asleep, and waking them takes longer than the write.
 """
 
 from __future__ import annotations
@@ -154,6 +157,7 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         self.tree_sinks = None if self.sinks is None else self.sinks.float()
         self._dtype = act_dtype
+        self._bound: tuple[Any, TreeAttentionLayer] | None = None
 
     def cache_layout(self, layer: AttentionLayer, kv_cache: torch.Tensor) -> KVLayout:
         """kv_cache: [blocks, Hkv, block_size, 2d]."""
@@ -177,6 +181,8 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         if attn_metadata is None:
             # The memory-profiling run. Uninitialised memory would become logits.
             return output.fill_(0)
+        if self.kv_sharing_target_layer_name is None:
+            self.do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)
         for part in attn_metadata.parts():
             queries, outputs = query, output
             if part.rows is not None:
@@ -192,22 +198,28 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         return output
 
     def _with_cache(self, layer: Any, kv_cache: torch.Tensor) -> TreeAttentionLayer:
-        """Our loops over the layer's cache."""
-        stored, scales = float8(self.kv_cache_dtype), {}
-        if stored is not None:
-            scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
-        return TreeAttentionLayer(
-            kv_cache if stored is None else kv_cache.view(stored),
-            self.scale,
-            softcap=self.logits_soft_cap,
-            window=max(self.sliding_window, 0),
-            sinks=self.tree_sinks,
-            layout=self.cache_layout(layer, kv_cache),
-            **scales,
-        )
+        """Our loops over the layer's cache; made anew when vLLM gives the layer another one."""
+        key = kv_cache.data_ptr(), layer._k_scale_float, layer._v_scale_float
+        if self._bound is None or self._bound[0] != key:
+            stored, scales = float8(self.kv_cache_dtype), {}
+            if stored is not None:
+                scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+            ours = TreeAttentionLayer(
+                kv_cache if stored is None else kv_cache.view(stored),
+                self.scale,
+                softcap=self.logits_soft_cap,
+                window=max(self.sliding_window, 0),
+                sinks=self.tree_sinks,
+                layout=self.cache_layout(layer, kv_cache),
+                **scales,
+            )
+            self._bound = key, ours
+        return self._bound[1]
 
 
 class TreeCPUAttentionBackend(CPUAttentionBackend):
+    forward_includes_kv_cache_update = True
+
     @staticmethod
     def get_impl_cls() -> type[TreeCPUAttentionImpl]:
         return TreeCPUAttentionImpl

@@ -21,7 +21,8 @@ all steps of a layer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,6 +60,8 @@ class AttentionStep:
     workspaces: Mapping[int, TreeAttentionWorkspace] | None = None
     """Buffers already planned for this step (`TreeAttentionWorkspace.plan`), by the layers' window.
     Required in a CUDA graph. None: every call on a GPU allocates and plans. Unused on a CPU."""
+    native: Any = field(default=None, init=False, repr=False, compare=False)
+    """The C++ kernel's view of the above, made by the first call on a CPU."""
 
 
 @dataclass(slots=True)
@@ -86,6 +89,8 @@ class AttentionLayer:
     """`[1]` float32, factor of a float8 cache's values."""
     layout: KVLayout | None = None
     """How the blocks of a CPU's cache are packed; None = in rows, as above."""
+    native: Any = field(default=None, init=False, repr=False, compare=False)
+    """The C++ kernel's view of the above, made by the first call on a CPU."""
 
     def __call__(self, step: AttentionStep, query: Tensor, out: Tensor) -> None:
         """Attention of the rows of `query` over the cached rows of their requests.

@@ -57,24 +57,10 @@ def tree_attention_cpu(
     """
     if query.dtype not in FORMATS:
         raise TypeError(f"tree_attention: a CPU has no kernel for {query.dtype} queries")
-    cache, bits, depths = layer.kv_cache, step.ancestor_bits, step.depths
-    cache_format, factor = _FLOAT8.get(cache.dtype) or (FORMATS[query.dtype], 1.0)
-    k_scale, v_scale = (1.0 if x is None else float(x) for x in (layer.k_scale, layer.v_scale))
-    blocks, kv_heads, page, dim = *cache.shape[:3], cache.shape[3] // 2
-    layout = _rows(page, dim, cache.stride(2)) if layer.layout is None else layer.layout
-    tiles = layout.kind == AMX and cache.dtype == torch.bfloat16 and library.has_tiles()
-    layer_args = LayerArgs(
-        query.shape[1], kv_heads, dim, FORMATS[query.dtype], cache.data_ptr(), cache_format, blocks,
-        page, *cache.stride()[:2], layout.kind, tiles, layout.offsets.data_ptr(), layer.window,
-        None if layer.sinks is None else layer.sinks.data_ptr(), layer.scale * k_scale * factor,
-        layer.softcap, v_scale * factor,
-    )  # fmt: skip
-    step_args = StepArgs(
-        step.seq_lens.shape[0], step.block_table.data_ptr(), step.block_table.stride(0),
-        step.query_start_loc.data_ptr(), step.seq_lens.data_ptr(), step.tail_lens.data_ptr(),
-        step.slots.data_ptr(), bits.data_ptr(), bits.shape[0], *bits.stride()[:2], bits.shape[1],
-        None if depths is None else depths.data_ptr(), 0 if depths is None else depths.stride(0),
-    )  # fmt: skip
+    if layer.native is None:
+        layer.native = _layer_args(layer, query)
+    if step.native is None:
+        step.native = _step_args(step)
     if query.stride(2) != 1:
         query = query.contiguous()
     result = out
@@ -85,7 +71,32 @@ def tree_attention_cpu(
         *out.stride()[:2],
     )  # fmt: skip
     library.load().bastion_tree_attention(
-        ctypes.byref(layer_args), ctypes.byref(step_args), ctypes.byref(rows_args)
+        ctypes.byref(layer.native), ctypes.byref(step.native), ctypes.byref(rows_args)
     )
     if out is not result:
         result.copy_(out)
+
+
+def _layer_args(layer: AttentionLayer, query: Tensor) -> ctypes.Structure:
+    cache = layer.kv_cache
+    cache_format, factor = _FLOAT8.get(cache.dtype) or (FORMATS[query.dtype], 1.0)
+    k_scale, v_scale = (1.0 if x is None else float(x) for x in (layer.k_scale, layer.v_scale))
+    blocks, kv_heads, page, dim = *cache.shape[:3], cache.shape[3] // 2
+    layout = _rows(page, dim, cache.stride(2)) if layer.layout is None else layer.layout
+    tiles = layout.kind == AMX and cache.dtype == torch.bfloat16 and library.has_tiles()
+    return LayerArgs(
+        query.shape[1], kv_heads, dim, FORMATS[query.dtype], cache.data_ptr(), cache_format, blocks,
+        page, *cache.stride()[:2], layout.kind, tiles, layout.offsets.data_ptr(), layer.window,
+        None if layer.sinks is None else layer.sinks.data_ptr(), layer.scale * k_scale * factor,
+        layer.softcap, v_scale * factor,
+    )  # fmt: skip
+
+
+def _step_args(step: AttentionStep) -> ctypes.Structure:
+    bits, depths = step.ancestor_bits, step.depths
+    return StepArgs(
+        step.seq_lens.shape[0], step.block_table.data_ptr(), step.block_table.stride(0),
+        step.query_start_loc.data_ptr(), step.seq_lens.data_ptr(), step.tail_lens.data_ptr(),
+        step.slots.data_ptr(), bits.data_ptr(), bits.shape[0], *bits.stride()[:2], bits.shape[1],
+        None if depths is None else depths.data_ptr(), 0 if depths is None else depths.stride(0),
+    )  # fmt: skip
