@@ -10,8 +10,8 @@
                                     `num_speculative_tokens`
 
 `drafter=NAME` takes another drafter: a folder of the pair, a checkpoint, or `random`, which has the
-own drafter's shape and is never right. `v2` at the end of one of vLLM's methods runs it in Model
-Runner V2, whose seeded draws are bastion's; a CPU host otherwise decodes with V1.
+own drafter's shape and is never right. vLLM's methods run in the model runner that vLLM chooses, on
+a CPU host V1; `plain v2` is plain decoding in Model Runner V2, whose seeded draws are bastion's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ _WEIGHTS, _OVERHEAD_BYTES = 2.2, 3 << 28
 # Of a GPU's memory for all engines together, and slots of a request beyond its context: nodes,
 # drafted positions and a block that is not full.
 _GPU_SHARE, _SLOTS = 0.9, 512
-_ENVIRONMENT = {
+ENVIRONMENT = {
     # Steps are counted in the engine's process.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -71,7 +71,6 @@ class Method:
 
     name: str
     speculative: dict[str, Any] | None = None
-    second_runner: bool = False
     checkout: Path | None = None
     label: str = ""
 
@@ -80,16 +79,15 @@ class Method:
         return (self.speculative or {}).get("method") == "bastion"
 
     def elsewhere(self, checkout: Path, label: str) -> Method:
-        name = f"{self.name} @ {label}"
-        return Method(name, self.speculative, self.second_runner, checkout, label)
+        return replace(self, name=f"{self.name} @ {label}", checkout=checkout, label=label)
 
     def engine(self, target: str, *, cpu: bool, **settings: Any) -> Engine:
         """settings: fields of `Engine`."""
-        environment = dict(_ENVIRONMENT)
-        if not (self.ours or self.second_runner):
-            environment["VLLM_PLUGINS"] = ""
-        if self.second_runner:
+        environment = dict(ENVIRONMENT)
+        if self.name == REFERENCE:
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+        elif not self.ours:
+            environment["VLLM_PLUGINS"] = ""
         if cpu:
             # In GiB; by default an engine takes half of the memory.
             gib = _cache_gib(settings.get("max_model_len", 0))
@@ -105,41 +103,35 @@ class Method:
         )  # fmt: skip
 
 
-def dflash(drafter: Path, gamma: int, method: str = "dflash") -> dict[str, Any]:
-    return {"method": method, "model": str(drafter), "num_speculative_tokens": gamma}
-
-
 def method_of(words: str, what: Target) -> Method:
     """The method that words name. Raises DataError: no such method, or it lacks a drafter."""
+    if words in (PLAIN, REFERENCE):
+        return Method(words)
     first, *rest = words.split()
     flags = [word for word in rest if "=" not in word and not word.isdecimal()]
     keys = dict(word.split("=", 1) for word in rest if "=" in word)
     number = next((int(word) for word in rest if word.isdecimal()), None)
-    if unknown := [flag for flag in flags if flag not in ("v2", "adaptive")]:
+    if unknown := [flag for flag in flags if flag != "adaptive"]:
         raise DataError(f"no method {words!r}: what is {unknown[0]!r}?")
-    second = "v2" in flags
-    if first == "plain":
-        return Method(words, None, second)
     if first == "ngram":
         lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
-        own = {"method": first, "num_speculative_tokens": number or 8, **lookup}
-        return Method(words, own, second)
+        return Method(words, {"method": first, "num_speculative_tokens": number or 8, **lookup})
     if first == "suffix":
-        return Method(words, {"method": first, "num_speculative_tokens": number or 32}, second)
+        return Method(words, {"method": first, "num_speculative_tokens": number or 32})
     drafter = what.eagle3 if first == "eagle3" else what.drafter
     drafter = _drafter(keys.pop("drafter"), drafter) if "drafter" in keys else drafter
     if drafter is None or first not in ("dflash", "eagle3", "bastion"):
         known = "plain, dflash N, eagle3 N, ngram, suffix, bastion KEY=VALUE"
         raise DataError(f"no method {words!r} without a drafter; there are: {known}")
+    own: dict[str, Any] = {"method": first, "model": drafter}
     if first == "eagle3":
-        return Method(words, dflash(Path(drafter), number or 5, first), second)
+        return Method(words, own | {"num_speculative_tokens": number or 5})
     if first == "dflash":
-        gamma, method = drafts_of(drafter)
-        chain = dflash(Path(drafter), number or gamma, method)
+        gamma, own["method"] = drafts_of(drafter)
+        own["num_speculative_tokens"] = number or gamma
         if "adaptive" in flags:
-            chain["enable_adaptive_verification"] = True
-        return Method(words, chain, second)
-    own = {"method": first, "model": drafter}
+            own["enable_adaptive_verification"] = True
+        return Method(words, own)
     for key, value in keys.items():
         name = "num_speculative_tokens" if key == "nodes" else f"bastion_{key}"
         own[name] = _value(value)

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import os
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -56,15 +54,10 @@ def start_driver(engine: Engine) -> Driver:
     do: the code is the same, and each start takes a minute less.
     """
     from vllm import LLM
-    from vllm.platforms import current_platform
 
     import vllm_bastion
     from vllm_bastion.cpu.stored_graphs import complete_when_read
 
-    method = (engine.speculative or {}).get("method", "bastion")
-    second_runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
-    if method != "bastion" and second_runner and current_platform.is_cpu():
-        importlib.import_module("benchmarks.other_methods")
     found, wanted = Path(vllm_bastion.__file__).resolve().parents[1], engine.paths()
     assert not wanted or found == wanted[0].resolve(), f"the package comes from {found}"
     with complete_when_read():

@@ -20,9 +20,8 @@ if not torch.cuda.is_available():
     # vLLM's substitutes for pinned memory and events; they must come before its GPU modules.
     import vllm.v1.worker.cpu.shm  # noqa: F401
 
-# Each registers its replacements or its cases.
-import benchmarks.other_methods  # noqa: F401
-from tests.cpu import batch_cases, other_method_cases, sampler_cases  # noqa: F401
+# Each registers its cases.
+from tests.cpu import batch_cases, sampler_cases  # noqa: F401
 from tests.cpu.replacement_cases import CASES, USUAL, Draw, Launch
 from tests.cpu.without import WITHOUT
 from tests.e2e.engines import ENVIRONMENT
@@ -63,23 +62,17 @@ def launch_of(name: str, draw: Draw) -> Launch:
 
 
 @pytest.fixture(autouse=True)
-def device_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the two functions of CUDA's libdevice, which the interpreter lacks, by NumPy's."""
+def device_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace a function of CUDA's libdevice, which the interpreter lacks, by NumPy's."""
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
     from vllm.v1.worker.gpu.metrics import logits
-    from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
 
-    def elementwise(function: Any) -> Any:
-        def call(x: Any) -> Any:
-            data = function(x.handle.data).astype(x.handle.data.dtype)
-            return tl.tensor(TensorHandle(data, x.handle.dtype), x.type)
+    def isnan(x: Any) -> Any:
+        data = np.isnan(x.handle.data).astype(x.handle.data.dtype)
+        return tl.tensor(TensorHandle(data, x.handle.dtype), x.type)
 
-        return call
-
-    isnan, log1p = elementwise(np.isnan), elementwise(np.log1p)
     monkeypatch.setattr(logits, "libdevice", SimpleNamespace(isnan=isnan))
-    monkeypatch.setattr(rejection_sampler_utils, "tldevice", SimpleNamespace(log1p=log1p))
 
 
 @pytest.mark.parametrize("hostile", [False, True], ids=["random", "hostile"])
@@ -138,15 +131,9 @@ def test_every_kernel_that_v2_launches_has_a_twin_or_a_reason() -> None:
             if jitted and any(f"{node.name}[" in other for other in texts.values()):
                 launched.add(f"{name}:{node.name}")
     without = {f"{module}:{name}" for module, names in WITHOUT.items() for name in names.split()}
-    ours = {name for name in REPLACEMENTS if not _module_of(name).startswith("benchmarks.")}
-    assert not without & ours and set(REPLACEMENTS) - ours <= without
+    ours = set(REPLACEMENTS)
     # Some kernels of WITHOUT exist in vLLM 0.33 only.
-    assert set(REPLACEMENTS) <= launched <= without | ours
-
-
-def _module_of(target: str) -> str:
-    function = REPLACEMENTS[target].function
-    return str(getattr(function, "py_func", function).__module__)
+    assert not without & ours and ours <= launched <= without | ours
 
 
 @pytest.mark.parametrize("target", REPLACEMENTS)

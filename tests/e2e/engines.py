@@ -42,8 +42,8 @@ GAMMA = 15
 ON_GPU = torch.cuda.is_available()
 
 _ON_CPU = {
-    # Plain decoding and dflash use Model Runner V2 as well, which has the same seeded draws as
-    # bastion. Only the tests' own process uses Triton's interpreter.
+    # Plain decoding uses Model Runner V2 as well, which has the same seeded draws as bastion. Only
+    # the tests' own process and vLLM's own methods use Triton's interpreter.
     "VLLM_USE_V2_MODEL_RUNNER": "1",
     "TRITON_INTERPRET": "0",
     "OMP_NUM_THREADS": "1",
@@ -202,6 +202,8 @@ class Runner:
         With `interpreted=True` an engine on a CPU runs vLLM's Triton kernels in the interpreter;
         with `images=True` requests may have images.
         """
+        if not ON_GPU and engine.speculative.get("method", "bastion") != "bastion":
+            spec_keys["interpreted"] = True  # its kernels have no CPU replacements
         asked = [{"requests": batch.requests} for batch in batches]
         costs = {} if engine.costs is None or not engine.speculative else {"costs": engine.costs}
         spec = {"engine": engine.arguments(), "batches": asked, **costs, **spec_keys}

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this plugin has changed in a running engine's process, found by looking at everything.
+"""What this plugin has changed in an engine's process, found by looking at everything.
 
-`python -m tests.e2e.patch_probe SPEC OUT` starts the engine of a JSON spec, decodes a few tokens,
-and writes what it finds in every module and class of vLLM, PyTorch and Triton, and in every object
-of such a class.
-
-A value is ours if it, or what it wraps, or an item of it, comes from a module of ours. A change
-that leaves no such trace, a constant or a function of somebody else's, is found by comparing the
-description of every function, class and constant with those of a process without this plugin.
+`survey` is a probe of a `Session`. After the last step it looks through every module and class of
+vLLM, PyTorch and Triton, and every object of such a class. A value is ours if it, or what it wraps,
+or an item of it, comes from a module of ours.
 """
 
 from __future__ import annotations
@@ -15,19 +11,12 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import json
-import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from pkgutil import resolve_name
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-
-from tests import interpreter
-from tests.e2e import costs
 
 OURS = ("vllm_bastion", "bastion_kernels")
 THEIRS = ("vllm", "torch", "triton", "sys", "importlib")
@@ -81,14 +70,6 @@ def is_ours(value: Any, items: bool = True) -> bool:
     if type(value) in (list, tuple, set, frozenset):
         return any(is_ours(one, False) for one in list(value))
     return False
-
-
-def describe(name: str, value: Any) -> str | None:
-    """A function, a class or a constant number in words that two processes share; else None."""
-    value = _function(value)
-    if isinstance(value, (FunctionType, type)):
-        return f"{value.__module__}.{value.__qualname__}"
-    return repr(value) if name.isupper() and type(value) in (bool, int, float) else None
 
 
 def holders() -> Iterator[tuple[str, Any]]:
@@ -161,41 +142,20 @@ def _tables() -> dict[int, str]:
     return found
 
 
-def survey() -> dict[str, Any]:
-    ours: dict[str, str] = {}
-    homes = _tables()
-    described: dict[str, dict[str, str]] = {}
+def survey(session: Any) -> list[dict[str, Any]]:
+    """`ours`: changed attributes of modules and classes, each with the row that it belongs to if
+    that has another name; `objects`: those of objects.
+    """
+    if session.engine.has_unfinished_requests():
+        return []
+    homes, ours = _tables(), dict[str, str]()
     for holder, owner in holders():
-        descriptions = described.setdefault(holder, {})
         for name, value in list(vars(owner).items()):
-            if name in _OF_PYTHON:
-                continue
-            if is_ours(value):
+            if name not in _OF_PYTHON and is_ours(value):
                 # A kernel's stand-in knows its kernel, and a table is where its row says, under
                 # whatever name and in whatever module it was imported.
                 home = getattr(value, "target", "") or homes.get(id(value), "")
                 ours[target(holder, name)] = home
-            elif (text := describe(name, value)) is not None:
-                descriptions[name] = text
     if any(op.startswith("vllm_bastion::") for op in torch._C._dispatch_get_all_op_names()):
         ours["torch.ops:vllm_bastion"] = ""
-    return {"ours": ours, "described": described, "objects": changed_objects()}
-
-
-def main(spec: dict[str, Any], out: Path) -> None:
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        interpreter.enable()
-        interpreter.sample_without_triton()
-    for name in spec.get("setup", ()):
-        resolve_name(name)()
-    costs.install(spec)
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(**spec["engine"])
-    params = [SamplingParams(max_tokens=n, temperature=0.0) for n in spec["tokens"]]
-    llm.generate(spec["prompts"], params, use_tqdm=False)
-    out.write_text(json.dumps(survey()))
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), Path(sys.argv[2]))
+    return [{"ours": ours, "objects": changed_objects()}]

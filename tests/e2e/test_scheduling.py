@@ -32,6 +32,7 @@ def test_preemption(compare: Comparison) -> None:
     assert counts[2] > 0 and 0 < counts[1] <= 2 * counts[0], counts
 
 
+@pytest.mark.slow
 def test_chain_is_dflash(compare: Comparison) -> None:
     """A tree of width 1 with budget gamma equals vLLM's own DFlash, in tokens and in steps."""
     case = "width-1 tree against dflash, T=0"

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tests import interpreter
 from tests.e2e import torchvision_python
 
@@ -59,9 +57,6 @@ def _run(spec: dict[str, Any]) -> dict[str, Any]:
         return generate(spec)
     from tests.e2e.session import Session
 
-    method = engine.get("speculative_config", {}).get("method", "bastion")
-    if method != "bastion" and not torch.cuda.is_available():
-        import benchmarks.other_methods  # noqa: F401  (its kernels in Model Runner V2)
     if not (engine["enforce_eager"] or "compilation_config" in engine):
         # PyTorch would look for the compiler's instruction sets anew in each model's cache folder.
         from torch._inductor.cpu_vec_isa import valid_vec_isa_list

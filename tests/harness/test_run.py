@@ -61,11 +61,11 @@ def test_engines_take_turns_in_groups_with_plain_decoding_at_every_concurrency(
     tmp_path: Path,
 ) -> None:
     options = ["--temperatures", "1", "--concurrency", "1", "2", "--alive", "3"]
-    rows, page = decode(tmp_path, "--methods", "dflash 7 v2", "bastion", *options)
+    rows, page = decode(tmp_path, "--methods", "dflash 7", "bastion", *options)
     groups: dict[str, set[str]] = {}
     for row in rows:
         groups.setdefault(row["group"], set()).add(row["method"])
-    assert list(groups.values()) == [{"plain", "plain v2", "dflash 7 v2"}, {"plain", "bastion"}]
+    assert list(groups.values()) == [{"plain", "plain v2", "dflash 7"}, {"plain", "bastion"}]
     # In float32, trees repeat the seeded draws of plain decoding in the same model runner.
     trees = [row for row in rows if row["method"] == "bastion"]
     assert {row["compared_with"] for row in trees} == {"plain v2"}
