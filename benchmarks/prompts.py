@@ -31,7 +31,8 @@ def load_jsonl(path: Path, samples: int | None = None) -> list[Prompt]:
     """Prompts from a file of JSON lines: own ones, or a file of Spec-Bench or SPEED-Bench.
 
     A row has `prompt` (a text), `turns` (texts), or `messages` (of which the user's count). Its set
-    is its `domain` or `category`, or the file's name; `samples` are taken evenly from each.
+    is its `domain` or `category`, or the file's name; `samples` are taken evenly from each. Its
+    `params` are further arguments of `SamplingParams`.
 
     Raises:
         DataError: the file cannot be read, or a row has no prompt.
@@ -44,7 +45,8 @@ def load_jsonl(path: Path, samples: int | None = None) -> list[Prompt]:
     for number, row in enumerate(rows):
         name = str(row.get("domain") or row.get("category") or path.stem)
         found = row.get("id", row.get("question_id", number))
-        by_set.setdefault(name, []).append(Prompt(name, str(found), _turns(row, path, number)))
+        prompt = Prompt(name, str(found), _turns(row, path, number), row.get("params", {}))
+        by_set.setdefault(name, []).append(prompt)
     return [prompt for own in by_set.values() for prompt in spread(own, samples)]
 
 

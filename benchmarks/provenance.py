@@ -8,14 +8,12 @@ import platform
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import __main__
 from benchmarks import ROOT
 
 # Names the commit in a copy of the tree that has no .git, or an older one.
@@ -54,35 +52,21 @@ def command_output(*command: str) -> str | None:
     return done.stdout.strip()
 
 
-def command_line(argv: Sequence[str] | None = None) -> str:
-    """The command that started this process, with `argv` in place of its own arguments."""
-    spec, script = __main__.__spec__, Path(sys.argv[0]).resolve()
-    if spec is not None:
-        program = ["-m", spec.name.removesuffix(".__main__")]
-    elif script.is_relative_to(ROOT):
-        program = [str(script.relative_to(ROOT))]
-    else:
-        program = [script.name]
-    return shlex.join(["python", *program, *(sys.argv[1:] if argv is None else argv)])
+def command_line(module: str, argv: Sequence[str]) -> str:
+    """A command as results name it: of an absolute path, only the last part."""
+    named = [re.sub(r"(^|=)/(?:[^/]+/)*", r"\1", one) for one in argv]
+    return shlex.join(["python", "-m", module, *named])
 
 
-def without_folders(argv: Sequence[str]) -> list[str]:
-    """Arguments as results name them: of an absolute path, the last part."""
-    return [re.sub(r"(^|=)/(?:[^/]+/)*", r"\1", one) for one in argv]
-
-
-def provenance(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """The command, the commit and the versions behind a result.
-
-    argv: the arguments of the command, by default this process's own.
-    """
+def provenance(command: str) -> dict[str, Any]:
+    """The command, the commit and the versions behind a result."""
     named = os.environ.get(COMMIT_VARIABLE)
     commit = named or command_output("git", "rev-parse", "HEAD")
     # Results that are being written do not count as changes.
     changes = command_output("git", "status", "--porcelain", "--", ".", ":!benchmarks/results")
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command_line(argv),
+        "command": command,
         "commit": commit,
         "commit_from": COMMIT_VARIABLE if named else "git" if commit else None,
         # None without .git, or where it is another commit's.

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from transformers import AutoTokenizer
 import benchmarks.e2e
 from benchmarks import TINY, parser_of
 from benchmarks.chat import Renderer
-from benchmarks.e2e.data import LONG, SETS, SHORT, load_set
+from benchmarks.e2e.data import SETS, load_set
 from benchmarks.e2e.judge import judge
-from benchmarks.e2e.kinds import KINDS
 from benchmarks.e2e.methods import (
     PLAIN,
     REFERENCE,
@@ -40,7 +38,7 @@ from benchmarks.e2e.store import Round, Store, StoreError, read_rows
 from benchmarks.harness.engine import Engine
 from benchmarks.pairs import REAL, pair_dtype, pair_folder
 from benchmarks.prompts import DataError, Prompt, load_jsonl
-from benchmarks.provenance import device_name, provenance, without_folders
+from benchmarks.provenance import command_line, device_name, provenance
 
 # Slots of a context beyond prompts and replies; lengths are rounded up, because vLLM compiles again
 # for each.
@@ -72,7 +70,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--against", type=Path, metavar="FOLDER", help="another checkout")
     add("--paper", action="store_true", help="the paper's methods, sets, lengths, T=0 and T=1")
     add("--sets", nargs="+", default=[], metavar="SET", help=f"of {', '.join(SETS)}")
-    add("--long", action="store_true", help="the seven sets of LongBench too")
     add("--data", nargs="+", default=[], metavar="SET=FILE", help="local copies of sets")
     add("--jsonl", nargs="+", type=Path, default=[], help="own prompts; Spec-Bench, SPEED-Bench")
     add("--samples", type=int, help="prompts per set (default: 16; with --paper the paper's)")
@@ -83,7 +80,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--passes", type=int, default=1, help="over all prompts")
     add("--starts", type=int, default=1, help="of all engines, each with --passes")
     add("--seconds", type=float, default=math.inf, help="at most, of a set at a concurrency")
-    add("--kinds", nargs="+", default=[], choices=KINDS, help="what requests ask for; sets of each")
     add("--alive", type=int, help="engines side by side (default: a CPU's memory full; GPU: 1)")
     add("--seed", type=int, default=0)
     add("--dtype", help="default: bfloat16; float32 for the tiny pair")
@@ -134,7 +130,7 @@ def run(given: argparse.Namespace, argv: Sequence[str], *, judged: bool = True) 
         given.ignore_eos, given.round, given.passes, given.starts, alive,
         seconds=given.seconds,
     )  # fmt: skip
-    source = provenance(without_folders(argv)) | {"device": device_name(cpu)}
+    source = provenance(command_line("benchmarks.e2e", argv)) | {"device": device_name(cpu)}
     header = {"provenance": source, "name": given.pair or Path(what.target).name}
     store = Store(given.out, _settings(given) | {"alive": alive}, header)
     store.append(*({"kind": "gap", "set": name, "reason": why} for name, why in gaps.items()))
@@ -194,8 +190,7 @@ def _commit(folder: Path) -> str:
 def _prompts(given: argparse.Namespace) -> tuple[list[Prompt], dict[str, str]]:
     """All prompts, and why a set could not be had."""
     local = {name: Path(file) for name, _, file in (one.partition("=") for one in given.data)}
-    names = given.sets or ([] if given.jsonl else list(SHORT))
-    names += [name for name in LONG if given.long and name not in names]
+    names = given.sets or ([] if given.jsonl else list(SETS))
     found: list[Prompt] = []
     gaps: dict[str, str] = {}
     for name in names:
@@ -208,12 +203,6 @@ def _prompts(given: argparse.Namespace) -> tuple[list[Prompt], dict[str, str]]:
         found += load_jsonl(path, given.samples)
     if not found:
         raise DataError("no set could be had, so there is nothing to decode")
-    if given.kinds:
-        found = [
-            replace(one, set=f"{one.set}, {kind}", params=KINDS[kind])
-            for kind in given.kinds
-            for one in found
-        ]
     return found, gaps
 
 

@@ -45,7 +45,7 @@ class Plan:
             engines with the same code those that start later can be faster by a tenth.
         alive: engines that live side by side; 1: one after another.
         turn_s: seconds of a turn. A host's speed changes within tens of seconds.
-        seconds: no further round of a set at a concurrency begins after so long.
+        seconds: no further round of a set at a temperature and concurrency begins after so long.
     """
 
     methods: dict[str, Method]
@@ -121,9 +121,9 @@ class Runner:
             alive = self._start(wanted[:: -1 if start % 2 else 1], max(levels), stack)
             if len(group) > 1 and list(alive) == [PLAIN]:
                 return
-            spent = Counter[tuple[int, str]]()
+            spent = Counter[tuple[float, int, str]]()
             for number, (this, prompts) in enumerate(rounds):
-                situation, begin = (this.concurrency, this.set), time.monotonic()
+                situation, begin = this[:3], time.monotonic()
                 if spent[situation] >= self._plan.seconds:
                     continue
                 names = [name for name in alive if (this, name) not in self._rows]

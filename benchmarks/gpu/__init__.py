@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions for a quarter of an hour of GPU; each result is written as it comes, and a page.
+"""Questions for a quarter of an hour of GPU, each with a limit of time, and one page.
 
     python -m benchmarks.gpu --seconds 430        # asks until then
     python -m benchmarks.gpu --seconds 330        # goes on with what is missing
@@ -7,9 +7,9 @@
     python -m benchmarks.gpu --page               # writes the page anew, without a GPU
     python -m benchmarks.gpu --only trace ops     # these alone
 
-Each question is asked in a process of its own, with a limit of time, and nothing runs beside it. A
-process that reaches its limit is interrupted and leaves a trace. The next call skips what has been
-answered, and of an interrupted question what it has told so far. `kit.sh` has what a machine
-without a network needs. `make rehearse ARGS=quarter` asks all of it on the simulated GPU, with
-`--small`: the tiny pair in place of large shapes.
+Each question runs in a process of its own, and nothing beside it. A process that reaches its limit
+is interrupted and leaves a trace. The next call skips what has been answered; `trace` and `real`
+also keep what an interrupted call has measured. `kit.sh` has what a machine without a network
+needs. `make rehearse ARGS=quarter` asks all of it on the simulated GPU, with `--small`: the tiny
+pair in place of large shapes.
 """

@@ -1,91 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `python -m benchmarks.gpu`, and its page."""
+"""The command `python -m benchmarks.gpu`: asks one question after another, and writes the page.
+
+`answers.jsonl` has a row `run` for each call and a row `asked` for each attempt at a question, with
+its `status`, its `seconds`, and the end of what it printed. A question's last row counts.
+"""
 
 from __future__ import annotations
 
-import os
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import benchmarks.gpu
 from benchmarks import RESULTS, parser_of
-from benchmarks.gpu.questions import QUESTIONS
-from benchmarks.gpu.runner import ANSWERED, Answers, Runner
+from benchmarks.e2e.store import Row, Store, read_rows
+from benchmarks.gpu.questions import QUESTIONS, Question, ask
+from benchmarks.harness.process import EngineError, EngineProcess
+from benchmarks.provenance import FOLDER, command_line, provenance
 
-_ENVIRONMENT = {
-    # Engines are built, and looked into, in their question's process.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+ANSWERED, INTERRUPTED, FAILED, UNASKED = "answered", "interrupted", "failed", "not asked"
+# To end a process and to write what is left; lines kept of a log, which is a file.
+_RESERVE_S, _LINES = 15.0, 40
 
 
-def page(answers: Answers) -> str:
-    """Markdown of all answers so far, from their file alone."""
+def statuses(rows: Sequence[Row]) -> dict[str, str]:
+    """Of the questions that have been asked."""
+    return {row["question"]: row["status"] for row in rows if row["kind"] == "asked"}
+
+
+def order(questions: Sequence[Question], known: dict[str, str]) -> list[Question]:
+    """Those without an answer: first those that were never asked, last those that failed."""
+    turns = (UNASKED, INTERRUPTED, FAILED)
+    open_ = [one for one in questions if known.get(one.name) != ANSWERED]
+    return sorted(open_, key=lambda one: turns.index(known.get(one.name, UNASKED)))
+
+
+def run(
+    questions: Sequence[Question], store: Store, out: Path, seconds: float, small: bool = False
+) -> None:
+    """Ask what is open and fits into the seconds of a call. Logs are in `out`/logs."""
+    deadline = time.monotonic() + seconds - _RESERVE_S
+    (out / "logs").mkdir(parents=True, exist_ok=True)
+    for question in order(questions, statuses(store.rows)):
+        name, begin = question.name, time.monotonic()
+        left = deadline - begin
+        if left < (0 if small else question.needs_s / 2):
+            print(f"{name}: no time left, next call", flush=True)
+            continue
+        limit = left if small else min(left, question.limit_s)
+        print(f"{name}: {question.title} ({limit:.0f} s)", flush=True)
+        row = {"kind": "asked", "question": name, "seconds": 0.0}
+        # Should everything be killed.
+        store.append({**row, "status": INTERRUPTED, "text": "the whole call ended"})
+        process = EngineProcess(log := out / "logs" / f"{name}.log")
+        try:
+            process.call(ask, question.ask, out, small)
+            process.answer(timeout_s=limit)
+            status, text = ANSWERED, "" if question.page else log.read_text(errors="replace")
+        except EngineError as error:
+            text = str(error)
+            status = INTERRUPTED if text.startswith("no answer after") else FAILED
+        finally:
+            process.close()
+        text = "\n".join(FOLDER.sub("", text).strip().splitlines()[-_LINES:])
+        row["seconds"] = round(time.monotonic() - begin, 1)
+        store.append({**row, "status": status, "text": text})
+        print(f"{name}: {status} after {row['seconds']:.0f} s", flush=True)
+
+
+def page(rows: Sequence[Row], out: Path, questions: Sequence[Question] = QUESTIONS) -> str:
+    """Markdown of all answers so far, from their files alone."""
     lines = ["# A quarter of an hour on a GPU", ""]
-    for number, call in enumerate(answers.calls):
-        versions = ", ".join(f"{n} {call.get(n)}" for n in ("driver", "vllm", "torch", "triton"))
-        where = f"`{call['command']}` at {str(call.get('commit'))[:7]}, {call['gpu']}, {versions}"
-        lines.append(f"- Call {number}, {call['time']}: {where}")
-    for question in QUESTIONS:
-        status, entry = answers.status(question.name), answers.questions.get(question.name, {})
-        lines += ["", f"## {question.title}", "", f"It decides {question.decides}. {status}"]
-        if rows := entry.get("rows"):
-            lines += ["", *_table(rows), "", f"Calls {sorted({row['call'] for row in rows})}."]
-        if entry.get("error"):
-            lines += ["", "```", *str(entry["error"]).strip().splitlines()[-6:], "```"]
+    for number, call in enumerate(row for row in rows if row["kind"] == "run"):
+        own = call["provenance"]
+        versions = ", ".join(f"{n} {own.get(n)}" for n in ("driver", "vllm", "torch", "triton"))
+        where = f"`{own['command']}` at {str(own['commit'])[:7]}, {own['gpu']}, {versions}"
+        lines.append(f"- Call {number}, {own['time']}: {where}")
+    for question in questions:
+        tries = [row for row in rows if row.get("question") == question.name]
+        last = tries[-1] if tries else {"status": UNASKED, "text": ""}
+        found = out / f"{question.name}.jsonl"
+        lines += ["", f"## {question.title}", ""]
+        lines.append(f"It decides {question.decides}. {last['status'].capitalize()}.")
+        if question.page is not None and found.exists():
+            lines += ["", question.page(read_rows(found))]
+        if last["text"]:
+            lines += ["", "```", last["text"], "```"]
     return "\n".join(lines) + "\n"
-
-
-def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for every block of decoding, every traced part, every op, and every failed test."""
-    found: list[dict[str, Any]] = []
-    for row in rows:
-        if "blocks" in row:
-            base = _seconds(row["blocks"], row["blocks"][0]["mode"])
-            for mode in dict.fromkeys(block["mode"] for block in row["blocks"]):
-                own = [block for block in row["blocks"] if block["mode"] == mode]
-                total = {key: sum(one[key] for one in own) for key in own[0] if key != "mode"}
-                found.append({
-                    "part": row["part"], "mode": mode,
-                    "of the first": base / _seconds(row["blocks"], mode),
-                    "tau": total["emitted"] / max(1, total["forwards"]),
-                    "nodes": total["verified"] / max(1, total["forwards"]),
-                    "ms a step": total["step_ms"] / max(1, total["steps"]),
-                    "draft, ms": total["draft_ms"] / max(1, total["steps"]),
-                    "ms a token": 1e3 * total["seconds"] / max(1, total["tokens"]),
-                    "replies equal the first's": f"{total['equal']} of {total['replies']}",
-                })  # fmt: skip
-        elif "outcome" in row:
-            found.append({"test": row["part"], "outcome": row["outcome"], "": row["text"][-200:]})
-        elif "op" in row:
-            timing, judge = row.get("timing") or {}, row.get("judge_timing") or {}
-            note = row.get("error") or row.get("verdict")
-            us = {"us": timing.get("median"), "rival, us": judge.get("median")}
-            found.append({"op": row["part"], **us, "": note})
-        else:
-            found.append({key: value for key, value in row.items() if key != "call"})
-    lines, head = [], list[str]()
-    for one in found:
-        if list(one) != head:
-            head = list(one)
-            lines += ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-        lines.append(f"| {' | '.join(map(_cell, one.values()))} |")
-    return lines[1:]
-
-
-def _seconds(blocks: Sequence[dict[str, Any]], mode: str) -> float:
-    return sum(block["seconds"] for block in blocks if block["mode"] == mode)
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_cell(own)}" for name, own in value.items())
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-    return "" if value is None else " ".join(str(value).replace("|", "/").split())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,22 +98,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="the tiny pair, for the simulated GPU")
     parser.add_argument("--list", action="store_true", help="print the questions")
     parser.add_argument("--page", action="store_true", help="only write the page")
-    parser.add_argument("--out", type=Path, default=RESULTS / "gpu", help="of answers.json and .md")
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu", help="folder of all answers")
     given = parser.parse_args(argv)
     questions = [question for question in QUESTIONS if question.name in given.only]
-    answers = Answers(given.out / "answers.json")
+    out = given.out.resolve()
+    path = out / "answers.jsonl"
+    rows = read_rows(path) if path.exists() else []
     if given.list:
         for one in questions:
             print(f"{one.name:9} {one.needs_s:4.0f} s, at most {one.limit_s:.0f}: {one.title}")
-            print(f"{'':9} decides {one.decides}; {answers.status(one.name)}")
+            print(f"{'':9} decides {one.decides}; {statuses(rows).get(one.name, UNASKED)}")
         return 0
-    if not given.page:
-        for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        Runner(answers, given.out / "logs", given.seconds, given.small).run(questions)
-    (given.out / "answers.md").write_text(page(answers))
-    print(page(answers))
-    return int(any(answers.status(one.name) != ANSWERED for one in questions))
+    if not given.page and order(questions, statuses(rows)):
+        from benchmarks.ops.device import gpu_facts
+
+        if (gpu := gpu_facts())["gpu"] is None:
+            parser.error("no CUDA device here")
+        source = provenance(command_line("benchmarks.gpu", argv or sys.argv[1:])) | gpu
+        store = Store(path, {}, {"provenance": source})
+        run(questions, store, out, given.seconds, given.small)
+        rows = store.rows
+    (out / "answers.md").write_text(page(rows, out))
+    print(page(rows, out))
+    return int(any(statuses(rows).get(one.name) != ANSWERED for one in questions))
 
 
 if __name__ == "__main__":

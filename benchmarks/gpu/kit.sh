@@ -14,7 +14,7 @@
 #   kit.sh start FOLDER [ARGS]  unpack FOLDER/part-* and FOLDER/cache-*, then `benchmarks.gpu ARGS`
 #
 # `start` reads results so far from benchmarks/results/gpu. Everything new goes to $OUT (default
-# build/gpu): answers.json, rewritten with every result, answers.md, logs.tar.gz, cache-* for the
+# build/gpu): *.jsonl, to which every result is appended, answers.md, logs.tar.gz, cache-* for the
 # next call, cut at 15 MiB.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -144,7 +144,7 @@ start() {
   export VLLM_USE_FLASHINFER_SAMPLER=0  # the kit has no FlashInfer
   export XDG_CACHE_HOME=$home/cache VLLM_CACHE_ROOT=$home/cache/vllm
   export TRITON_CACHE_DIR=$home/cache/triton TORCHINDUCTOR_CACHE_DIR=$home/cache/inductor
-  cp -n benchmarks/results/gpu/answers.json "$out/" 2>/dev/null || true
+  cp -n benchmarks/results/gpu/*.jsonl "$out/" 2>/dev/null || true
   python3 -m benchmarks.gpu --out "$out" "$@" || status=$?
   tar -C "$out" -czf "$out/logs.tar.gz" logs
   rm -rf "$out"/cache-* "$out/logs"

@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What device and host do in steady steps of an engine, by PyTorch's profiler."""
+"""What device and host do in steady steps of the 4B shape, by PyTorch's profiler."""
 
 from __future__ import annotations
 
+import os
 import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import TINY
+from benchmarks.e2e.store import Row, Store
 from benchmarks.harness.engine import Request
 from benchmarks.harness.steps import engine_core, model_runner
+from benchmarks.pairs import pair_folder
+from benchmarks.prompts import load_jsonl
 
+MODES = ("plain", "dflash 15 adaptive", "bastion budget=16 lookup=false")
+_LOADS, _LENGTH = (1, 4, 16), 1024
 WARM_UP = 20
 _JOINS_EVERY = 3
 # Parts of a step on the host. A gap of the device belongs to the innermost that runs then.
@@ -31,7 +39,82 @@ class Event(NamedTuple):
     on_device: bool
 
 
-def name_parts(llm: Any) -> None:
+def answer(out: Path, small: bool) -> None:
+    """Steady steps of each mode at each load, without and with prompts that join.
+
+    Each part is appended to `out`/trace.jsonl at once; what it has is not measured again.
+    """
+    loads, steps, tokens = ((1, 2), 4, 200) if small else (_LOADS, 30, 700)
+    parts = {
+        f"{mode}, {n} requests{', prompts join' * joins}": (mode, n, joins)
+        for mode in MODES
+        for n in loads
+        for joins in (False, True)
+    }
+    store = Store(out / "trace.jsonl", {}, {})
+    known = {row["part"] for row in store.of_kind("part")}
+    if not (missing := [part for part in parts if part not in known]):
+        return
+    engines = _start(small, max(loads), store)
+    texts = [prompt.turns[0] for prompt in load_jsonl(TINY / "prompts.jsonl")]
+    for part in missing:
+        mode, n, joins = parts[part]
+        # The texts of a domain stand together.
+        requests = [Request(str(i), texts[31 * i % len(texts)], tokens) for i in range(n)]
+        prompts = _noise(8, 60 if small else 300) if joins else []
+        found = steady_steps(engines[mode], requests, prompts, steps, on_device=not small)
+        store.append({"kind": "part", "part": part, **found})
+
+
+def _start(small: bool, most: int, store: Store) -> dict[str, Any]:
+    """Each mode's engine, side by side in this process."""
+    from benchmarks.e2e.methods import ENVIRONMENT, Target, gpu_share, method_of
+
+    os.environ |= {**ENVIRONMENT, "HF_HUB_OFFLINE": "1"}
+    from vllm import LLM
+
+    folder, found = TINY if small else pair_folder("4B"), {}
+    what = Target(str(folder / "target"), str(folder / "drafter"))
+    own: dict[str, Any] = {"dtype": "bfloat16", "max_num_seqs": most, "max_model_len": _LENGTH}
+    own |= {"max_num_batched_tokens": 8192, **gpu_share(what, len(MODES), most, _LENGTH)}
+    if small:
+        own |= {"dtype": "float16", "max_num_batched_tokens": 2048, "memory": 0.02}
+        own["cudagraphs"] = "FULL_DECODE_ONLY"
+    for mode in MODES:
+        words = mode + " nodes=31" * (small and mode.startswith("bastion"))
+        begin = time.perf_counter()
+        found[mode] = LLM(
+            **method_of(words, what).engine(what.target, cpu=False, **own).arguments()
+        )
+        seconds = time.perf_counter() - begin
+        store.append({"kind": "start", "method": mode, "seconds": seconds})
+        _name_parts(found[mode])
+    return found
+
+
+def _noise(number: int, length: int) -> list[Request]:
+    """Requests for two tokens whose prompts all differ."""
+    prompts = [[(31 * r + 7 * i) % 1000 + 2 for i in range(length)] for r in range(number)]
+    return [Request(str(r), ids, max_tokens=2) for r, ids in enumerate(prompts)]
+
+
+def page(rows: Sequence[Row]) -> str:
+    """A table of the parts, and how long the engines took to start."""
+    parts = [{k: v for k, v in row.items() if k != "kind"} for row in rows if "part" in row]
+    lines = [f"| {' | '.join(parts[0])} |", "|---" * len(parts[0]) + "|"] if parts else []
+    lines += [f"| {' | '.join(map(_cell, one.values()))} |" for one in parts]
+    starts = [f"{row['method']} {_cell(row['seconds'])} s" for row in rows if "seconds" in row]
+    return "\n".join([*lines, "", f"Starts: {'; '.join(starts)}."])
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_cell(own)}" for name, own in value.items())
+    text = f"{value:.3g}" if isinstance(value, float) else str(value)
+    return " ".join(text.replace("|", "/").split())
+
+
+def _name_parts(llm: Any) -> None:
     """Name parts of the engine's steps in what the profiler records."""
     scheduler, runner = engine_core(llm).scheduler, model_runner(llm)
     speculator = getattr(runner, "speculator", None)

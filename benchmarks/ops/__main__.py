@@ -29,6 +29,7 @@ import torch  # noqa: E402
 
 from benchmarks.ops.device import gpu_facts  # noqa: E402
 from benchmarks.ops.on_gpu import gpu_cases  # noqa: E402
+from benchmarks.ops.sizes import QWEN3_8B, SMALL  # noqa: E402
 from benchmarks.ops.timing import copy_speed, run_entry, time_graphs  # noqa: E402
 
 
@@ -37,15 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of(benchmarks.ops.__doc__)
     parser.add_argument("--op", action="append", help="only this op (repeatable)")
     parser.add_argument("--quick", action="store_true", help="only the cases that have a bar")
+    parser.add_argument("--small", action="store_true", help="sizes for the simulated GPU")
     parser.add_argument("--replays", type=int, default=100, help="of a case, at most")
     given = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("no CUDA device here")
-    entries = gpu_cases()
+    entries = gpu_cases(SMALL if given.small else QWEN3_8B)
     ops = sorted({entry.op for entry in entries})
     if given.op and not set(given.op) <= set(ops):
         parser.error(f"--op: choose from {', '.join(ops)}")
-    ceiling = copy_speed(given.replays)
+    ceiling = copy_speed(given.replays, 2**12 if given.small else 2**30)
     print(", ".join(f"{name} {found}" for name, found in gpu_facts().items()))
     print(f"a copy reaches {ceiling:.0f} GB/s")
     names = ("median us", "p20", "p80", "best")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,6 @@ from tests.references import OF
 
 # The content of outputs before a run.
 POISON = -7777
-
-
-def reference(op: Any) -> Callable[..., None]:
-    """What an op computes, in plain PyTorch."""
-    return OF[op.__name__]
 
 
 def check_op(op: Any, args: Sequence[Any], outs: Sequence[Tensor], *, device: str = "cpu") -> None:
@@ -32,7 +27,7 @@ def check_op(op: Any, args: Sequence[Any], outs: Sequence[Tensor], *, device: st
         out.fill_(POISON)
     theirs = tree_map(lambda x: x.to(device, copy=True) if isinstance(x, Tensor) else x, args)
     op(*args)
-    reference(op)(*theirs)
+    OF[op.__name__](*theirs)
     for got, want in zip(tree_leaves(args), tree_leaves(theirs), strict=True):
         if isinstance(got, Tensor):
             torch.testing.assert_close(

@@ -11,9 +11,8 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -67,8 +66,6 @@ class Case:
     calls: Sequence[Call]
     # per call
     bytes_moved: int = 0
-    # where a call finds its data: "hot" in the L2 cache, or "cold" and why
-    memory: str = "hot"
     rivals: Sequence[Rival] = ()
 
 
@@ -93,7 +90,6 @@ class Row:
     failed: str = ""
     error: str = ""
     timing: Timing | None = None
-    memory: str = ""
     gb_per_s: float | None = None
     # the fastest rival, and the errors of others
     judge: str = ""
@@ -102,10 +98,6 @@ class Row:
     # measured over allowed: met if <= 1
     bar_ratio: float | None = None
     verdict: str = ""
-    seconds: float | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if value not in (None, "", {})}
 
     def line(self) -> str:
         """A line of the table on the terminal."""
@@ -171,8 +163,8 @@ def _time_graph(calls: Sequence[Call], replays: int) -> Timing:
     return quantiles([1e3 * a.elapsed_time(b) / len(calls) for a, b in events], mhz)
 
 
-def copy_speed(replays: int, size: int = 2**30) -> float:
-    """GB/s, read and written, of a large copy in plain PyTorch: the ceiling of this machine."""
+def copy_speed(replays: int, size: int) -> float:
+    """GB/s, read and written, of a copy of `size` bytes in plain PyTorch: the machine's ceiling."""
     source = torch.empty(size, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     (timing,) = time_graphs([[partial(target.copy_, source)] * 2], replays)
@@ -182,7 +174,7 @@ def copy_speed(replays: int, size: int = 2**30) -> float:
 def run_entry(entry: Entry, copy_gb_per_s: float, timer: Timer) -> Row:
     """Build, check and time a case. If anything fails, the row has an error and no timing."""
     row = Row(entry.op, entry.name, bar=entry.bar)
-    start, stage = time.perf_counter(), "build"
+    stage = "build"
     try:
         case = entry.make()
         stage = "check"
@@ -194,14 +186,12 @@ def run_entry(entry: Entry, copy_gb_per_s: float, timer: Timer) -> Row:
         row.failed, row.error = stage, reason(error)
         traceback.print_exc()
     else:
-        row.memory = case.memory
         if case.bytes_moved:
             row.gb_per_s = 1e-3 * case.bytes_moved / row.timing.median
         if timings:
             named = zip(rivals, timings, strict=True)
             row.judge, row.judge_timing = min(named, key=lambda pair: pair[1].median)
         _judge(row, copy_gb_per_s)
-    row.seconds = round(time.perf_counter() - start, 2)
     return row
 
 

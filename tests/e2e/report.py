@@ -114,7 +114,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if tally.rows and not narrowed and every <= set(tally.files):
         from benchmarks.provenance import provenance
 
-        tally.write(RESULTS, {**provenance(), "command": "make test-full"})
+        tally.write(RESULTS, provenance("make test-full"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

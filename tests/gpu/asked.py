@@ -5,31 +5,27 @@ from __future__ import annotations
 
 import signal
 import time
-
-from benchmarks.gpu.questions import Job
-
-
-def tells(job: Job) -> None:
-    """Tells what it lacks of two parts."""
-    for part in job.lacks(("a", "b")):
-        job.note(part, value=1)
+from pathlib import Path
 
 
-def hangs_after_a_part(job: Job) -> None:
+def tells(out: Path, small: bool) -> None:
+    """Prints its answer."""
+    print("the answer")
+
+
+def hangs_once(out: Path, small: bool) -> None:
     """Hangs, but only in the first call."""
-    known = bool(job.known)
-    tells(Job(tell=job.tell, known=frozenset({"b"}) if not known else job.known))
-    if not known:
+    if not (out / "hung").exists():
+        (out / "hung").touch()
         time.sleep(600)
 
 
-def hears_nothing(job: Job) -> None:
+def hears_nothing(out: Path, small: bool) -> None:
     """Cannot be interrupted, as native code cannot."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     time.sleep(600)
 
 
-def breaks(job: Job) -> None:
+def breaks(out: Path, small: bool) -> None:
     """Fails."""
-    job.note("a")
     raise ValueError("no such /home/somebody/kernel")

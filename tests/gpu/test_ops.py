@@ -63,7 +63,6 @@ def test_a_case_whose_check_fails_is_not_timed() -> None:
     row = run_entry(entry(check=fails), COPY, never)
     assert row.timing is None and row.failed == "check"
     assert "CHECK FAILED, not timed: AssertionError: rows differ" in row.line()
-    assert "timing" not in row.as_json()
 
 
 def test_a_case_that_cannot_be_built_or_timed_is_reported_and_stops_nothing() -> None:
@@ -112,7 +111,7 @@ def test_the_fastest_flash_attention_3_judges_the_bar() -> None:
 def test_attention_and_compaction_read_other_data_in_each_call() -> None:
     for case in (attention_case(SMALL, 1, 9, 40, "cpu"), compact_case(SMALL, 3, "cpu")):
         case.check()
-        assert len(set(case.calls)) >= 2 and case.memory.startswith("cold: ")
+        assert len(set(case.calls)) >= 2
 
 
 @pytest.mark.parametrize("entry", step_cases(SMALL, "cpu"), ids=lambda entry: entry.name)

@@ -7,7 +7,6 @@ goes on and must end with an answer to each. Times are made up, numbers are the 
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -30,9 +29,10 @@ def rehearse(arguments: list[str]) -> int:
     emulation = Emulation(driver)
     emulation.install()
     _fork_all(emulation)
-    _compute_after_start(emulation)
-    _report_missing(emulation)
-    from benchmarks.gpu.__main__ import main
+    _adapt_starts(emulation)
+    _check_engines(driver, emulation)
+    from benchmarks.e2e.store import read_rows
+    from benchmarks.gpu.__main__ import ANSWERED, main, statuses
 
     problems = []
     folder = ROOT / "build" / "gpu"  # git-ignored
@@ -41,18 +41,13 @@ def rehearse(arguments: list[str]) -> int:
         begin = time.perf_counter()
         status = main(["--small", "--seconds", str(seconds), "--out", str(folder), *arguments])
         print(f"call: {time.perf_counter() - begin:.0f} s, status {status}", flush=True)
-    answers = json.loads((folder / "answers.json").read_text())["questions"]
-    for name, entry in answers.items():
-        if entry["status"] != "answered":
-            problems.append(f"{name}: {entry['status']}: {entry['error']}")
-        problems += [
-            f"{name}: {row['part']}: {row.get('error') or row.get('text')}"
-            for row in entry["rows"]
-            if row.get("failed") or row.get("outcome") == "failed"
-        ]
-    for path in (folder / "logs").glob("*.log"):
-        text = path.read_text(errors="replace")
-        problems += [f"{path.stem}: {line}" for line in text.splitlines() if "FAULT" in line]
+    rows = read_rows(folder / "answers.jsonl")
+    last = {row["question"]: row for row in rows if row["kind"] == "asked"}
+    for name, found in statuses(rows).items():
+        if found != ANSWERED:
+            problems.append(f"{name}: {found}: {last[name]['text']}")
+    if (real := folder / "real.jsonl").exists():
+        problems += [f"real: {row}" for row in read_rows(real) if row["kind"] == "gap"]
     for problem in problems:
         print(f"FAILED {problem}")
     return int(bool(status or problems))
@@ -77,30 +72,38 @@ def _fork_all(emulation: Any) -> None:
     torch.cuda._is_in_bad_fork = lambda: False
 
 
-def _report_missing(emulation: Any) -> None:
-    """A question fails where the emulation has no numbers for a kernel."""
+def _check_engines(driver: Any, emulation: Any) -> None:
+    """A question or an engine's round fails on a fault, and on a kernel without numbers."""
+    from benchmarks.gpu import __main__ as gpu
     from benchmarks.gpu import questions
+    from benchmarks.harness.driver import Driver
 
-    ask = questions.ask
+    def checked(call: Any) -> Any:
+        @wraps(call)  # a process finds it by its name
+        def check(*args: Any) -> Any:
+            found = call(*args)
+            if wrong := [*driver.faults(), *emulation.errors, *emulation.missing]:
+                raise RuntimeError(f"faults, errors, or kernels without numbers: {wrong}")
+            return found
 
-    @wraps(ask)  # a process finds it by its name
-    def checked(*args: Any) -> None:
-        ask(*args)
-        if emulation.missing or emulation.errors:
-            raise RuntimeError(f"no numbers for {dict(emulation.missing)}: {emulation.errors}")
+        return check
 
-    questions.ask = checked
+    Driver.drive = checked(Driver.drive)
+    gpu.ask = questions.ask = checked(questions.ask)
 
 
-def _compute_after_start(emulation: Any) -> None:
-    """Numbers are computed again once an engine has started, see `Emulation`."""
+def _adapt_starts(emulation: Any) -> None:
+    """Engines start without torch.compile, whose code the simulated GPU cannot run.
+
+    Numbers are computed again once an engine has started, see `Emulation`.
+    """
     from vllm import LLM
 
     start = LLM.__init__
 
-    def started(llm: Any, *args: Any, **kwargs: Any) -> None:
+    def started(llm: Any, *args: Any, compilation_config: Any = None, **kwargs: Any) -> None:
         emulation.running = True
-        start(llm, *args, **kwargs)
+        start(llm, *args, compilation_config={**(compilation_config or {}), "mode": 0}, **kwargs)
         emulation.running = True
 
     LLM.__init__ = started
