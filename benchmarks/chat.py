@@ -15,7 +15,7 @@ class Renderer:
     Args:
         tokenizer: of transformers.
         raw: join turns and replies as plain text, for targets without instruction tuning.
-        limit: most tokens of a prompt. Of a longer one the middle is left out, as LongBench does.
+        limit: most tokens of a prompt. Of a longer one the middle is left out.
     """
 
     def __init__(self, tokenizer: Any, raw: bool, limit: int) -> None:

@@ -43,8 +43,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks import TINY, parser_of
-from benchmarks.tiny.drafter import Drafter, load_drafter
-from benchmarks.tiny.heads import Selector
+from benchmarks.pairs import REAL, pair_folder
+from benchmarks.prompts import DataError
+from benchmarks.tiny.drafter import Drafter, Selector, load_drafter
 from benchmarks.tiny.model import Attention, Dims, Layer, RMSNorm, Target, load_target
 from vllm_bastion.envs import cache_dir
 
@@ -62,7 +63,7 @@ _SELECTOR_RANK, _CONV_TAPS, _CONV_GROUP = 256, 2, 16
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder, by the names of its config.json."""
+    """Sizes of a decoder with a tied head, by the names of its config.json."""
 
     hidden_size: int
     intermediate_size: int
@@ -71,16 +72,15 @@ class Shape:
     num_key_value_heads: int
     head_dim: int
     vocab_size: int
-    tie_word_embeddings: bool
     drafter_layers: int = 5
 
 
 # Of the tiny pair, by name.
 SHAPES = {
-    "0.6B": Shape(1024, 3072, 28, 16, 8, 128, 151936, True),
-    "4B": Shape(2560, 9728, 36, 32, 8, 128, 151936, True),
+    "0.6B": Shape(1024, 3072, 28, 16, 8, 128, 151936),
+    "4B": Shape(2560, 9728, 36, 32, 8, 128, 151936),
     # SmolLM2-135M in place of the tiny pair, with its vocabulary.
-    "smollm2-4B": Shape(2560, 9728, 36, 32, 8, 128, 49152, True),
+    "smollm2-4B": Shape(2560, 9728, 36, 32, 8, 128, 49152),
 }
 
 
@@ -144,22 +144,14 @@ class Widening:
 
     def target(self, target: Target) -> Weights:
         """The wide target's weights under Hugging Face's names."""
-        h, constant = self.tiny.hidden_size, _CONSTANT if self.padded else 0.0
-        tied = self.shape.tie_word_embeddings
         rows = _pad(target.embed_tokens.weight, self.shape.vocab_size, self.shape.hidden_size)
         if self.padded:
-            rows[:, h] = constant
-            if tied:
-                rows[self.tiny.vocab_size :, h] = _PUSH_HEAD
+            rows[:, self.tiny.hidden_size] = _CONSTANT
+            rows[self.tiny.vocab_size :, self.tiny.hidden_size] = _PUSH_HEAD
         yield "model.embed_tokens.weight", rows
         del rows
         yield from self._layers(target, "model.layers", self.shape.num_hidden_layers)
         yield "model.norm.weight", self._final_norm(target.norm.weight)
-        if not tied:
-            head = _pad(target.embed_tokens.weight, self.shape.vocab_size, self.shape.hidden_size)
-            if self.padded:
-                head[self.tiny.vocab_size :, h] = _PUSH_HEAD
-            yield "lm_head.weight", head
 
     def drafter(self, drafter: Drafter, target: Target) -> Weights:
         """The wide drafter's weights under z-lab's names; `target` is the small one."""
@@ -176,20 +168,18 @@ class Widening:
             head = target.embed_tokens.weight[drafter.vocabulary]
             yield "lm_head.weight", _pad(head, len(places), wide)
             yield "d2t", drafter.vocabulary - places
-        if isinstance(drafter.head, Selector):
+        if drafter.head is not None:
             yield from self._selector(drafter.head, self.drafter_layers(drafter))
-        elif drafter.head is not None:
-            raise ValueError(f"a {drafter.head.name} cannot be widened")
 
     def head_settings(self, drafter: Drafter) -> dict[str, Any]:
         """Entries of the wide drafter's `dflash_config` that its head changes."""
-        if isinstance(drafter.head, Selector):
-            return {
-                "selector_rank": self._selector_rank(drafter.head),
-                "conv_kernel_size": _CONV_TAPS,
-                "conv_group_size": self._conv_group,
-            }
-        return {}
+        if drafter.head is None:
+            return {}
+        return {
+            "selector_rank": self._selector_rank(drafter.head),
+            "conv_kernel_size": _CONV_TAPS,
+            "conv_group_size": self._conv_group,
+        }
 
     @property
     def _conv_group(self) -> int:
@@ -328,18 +318,17 @@ def make_pair(
     shape: Shape,
     folder: Path,
     source: Path = TINY,
-    shard_bytes: int | None = SHARD_BYTES,
+    shard_bytes: int = SHARD_BYTES,
     kinds: Sequence[str] = ("target", "drafter"),
 ) -> None:
     """Write `folder`/target and `folder`/drafter.
 
     Args:
         source: the pair to widen, with a folder for each of `kinds`.
-        shard_bytes: None to leave the weights out, for engines that draw them at random.
         kinds: "target", and folders of drafters.
 
     Raises:
-        ValueError: the shape is too small, or a drafter has a head that cannot be widened.
+        ValueError: the shape is too small.
     """
     torch.manual_seed(0)
     target = load_target(source / "target")
@@ -348,7 +337,7 @@ def make_pair(
         config, out = read_config(source / kind), folder / kind
         if kind == "target":
             weights, layers = wide.target(target), shape.num_hidden_layers
-            config["tie_word_embeddings"] = shape.tie_word_embeddings
+            config["tie_word_embeddings"] = True
         else:
             drafter = load_drafter(source / kind)
             weights, layers = wide.drafter(drafter, target), wide.drafter_layers(drafter)
@@ -361,9 +350,8 @@ def make_pair(
             }
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(source / kind, out, ignore=shutil.ignore_patterns("*.safetensors"))
-        if shard_bytes is not None:
-            with torch.inference_mode():
-                write_weights(weights, out, shard_bytes)
+        with torch.inference_mode():
+            write_weights(weights, out, shard_bytes)
         config |= asdict(wide.dims(layers))
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -373,13 +361,10 @@ def pair_of(name: str, shape: Shape | None = None, kinds: Sequence[str] = ()) ->
 
     kinds: further drafters of the pair, folders beside its source's own.
 
-    Raises ValueError: see `make_pair`; or SmolLM2 has not been fetched.
+    Raises ValueError: see `make_pair`; DataError: SmolLM2 has not been fetched.
     """
-    source, shape = TINY, shape or SHAPES[name]
-    if name.startswith("smollm2-"):
-        source = cache_dir() / "pairs" / "smollm2"
-        if not (source / "drafter").exists():
-            raise ValueError(f"{name} is SmolLM2, widened: run python -m benchmarks.smollm2 first")
+    shape = shape or SHAPES[name]
+    source = pair_folder(REAL) if name.startswith(f"{REAL}-") else TINY
     folder = cache_dir() / "pairs" / name
     for own in (("target", "drafter"), *((kind,) for kind in kinds)):
         files = sorted(path for kind in own for path in source.glob(f"{kind}/*"))
@@ -442,7 +427,7 @@ def main() -> int:
     given = parser.parse_args()
     try:
         print(pair_of(given.name, kinds=given.drafters))
-    except ValueError as error:
+    except (ValueError, DataError) as error:
         parser.error(str(error))
     return 0
 

@@ -21,7 +21,7 @@ from benchmarks.pairs import REAL
 from benchmarks.widen import pair_of
 from vllm_bastion.envs import cache_dir
 
-_SHORT = "14 tokens"
+_SHORT = {"domain": "14 tokens", "params": {"max_tokens": 14}}
 _FEW = ("--round", "16")  # prompts of a round, where steps take long
 
 
@@ -33,6 +33,7 @@ class SetUp:
         words: of the method, see `benchmarks.e2e.methods`.
         seconds: of each load; a large model needs more for as many rounds.
         tokens: of a reply.
+        short: also decode the prompts with short replies.
         options: of `benchmarks.e2e`.
     """
 
@@ -42,16 +43,17 @@ class SetUp:
     words: str = "bastion"
     seconds: float = 20.0
     tokens: int = 64
+    short: bool = False
     options: tuple[str, ...] = ()
 
 
 SET_UPS = (
-    SetUp("tiny", "tiny", (1, 8, 16), options=("--kinds", "nothing", _SHORT)),
+    SetUp("tiny", "tiny", (1, 8, 16), short=True),
     SetUp("tiny, random drafter", "tiny", (1, 16), "bastion drafter=random"),
     SetUp("hybrid", "hybrid", (1, 8)),
-    SetUp("SmolLM2", REAL, (1, 4, 16), "bastion", 36.0, 48, _FEW),
-    SetUp("0.6B, DFlash", "0.6B", (1, 4, 8), "bastion", 48.0, 32, _FEW),
-    SetUp("0.6B, DFlash2", "0.6B", (1, 4, 8), "bastion drafter=dflash2", 48.0, 32, _FEW),
+    SetUp("SmolLM2", REAL, (1, 4, 16), "bastion", 36.0, 48, False, _FEW),
+    SetUp("0.6B, DFlash", "0.6B", (1, 4, 8), "bastion", 48.0, 32, False, _FEW),
+    SetUp("0.6B, DFlash2", "0.6B", (1, 4, 8), "bastion drafter=dflash2", 48.0, 32, False, _FEW),
 )
 
 
@@ -66,8 +68,9 @@ def decode(one: SetUp, other: Path, seconds: float | None, folder: Path) -> list
         pair_of(one.pair, kinds=("dflash2",))
     source = ROOT / "benchmarks" / "verify.jsonl" if one.pair == REAL else TINY / "prompts.jsonl"
     prompts = folder / "prompts.jsonl"  # without their domains: all are one set
-    rows = [json.loads(line) for line in source.read_text().splitlines()]
-    prompts.write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))
+    found = [{"prompt": json.loads(line)["prompt"]} for line in source.read_text().splitlines()]
+    found += [row | _SHORT for row in found] * one.short
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in found))
     words = [
         "--pair", one.pair, "--methods", one.words, "--against", str(other),
         "--jsonl", str(prompts), "--samples", "48", "--tokens", str(one.tokens),
@@ -90,7 +93,7 @@ def lines_of(one: SetUp, rows: Sequence[Row]) -> Iterator[str]:
             continue
         between = by_start(theirs, ours)
         cells = [
-            one.name + (f", {_SHORT}" if name.endswith(_SHORT) else ""), load,
+            one.name + (f", {name}" if name == _SHORT["domain"] else ""), load,
             f"{geometric_mean(between):.3f}", ", ".join(f"{ratio:.3f}" for ratio in between),
             *(f"{geometric_mean(by_start(plain, found)):.3f}" for found in (ours, theirs)),
             *(f"{told['tau']:.2f}, {told['N']:.1f}" for told in map(numbers, (ours, theirs))),

@@ -14,15 +14,6 @@ from benchmarks.prompts import DataError, Prompt, Row
 
 _MATH = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 _HUB = "hf://datasets/"
-_LONGBENCH = (
-    "qasper",
-    "multifieldqa_en",
-    "gov_report",
-    "multi_news",
-    "triviaqa",
-    "samsum",
-    "passage_retrieval_en",
-)
 
 
 @dataclass(frozen=True)
@@ -75,10 +66,6 @@ def _alpaca(row: Row) -> list[str]:
     return [f"{row['instruction']}\n\nInput:\n{given}" if given else row["instruction"]]
 
 
-def _longbench(row: Row) -> list[str]:
-    return [f"{row['context']}\n\n{row['input']}"]
-
-
 _LCB = _HUB + "livecodebench/code_generation_lite/"
 SETS: dict[str, DataSet] = {
     "gsm8k": DataSet("openai/gsm8k", "test", _question("question"), "main"),
@@ -96,13 +83,7 @@ SETS: dict[str, DataSet] = {
         "HuggingFaceH4/mt_bench_prompts", "train", lambda row: row["prompt"], samples=80
     ),
     "alpaca": DataSet("tatsu-lab/alpaca", "train", _alpaca),
-    **{
-        name: DataSet("json", "test", _longbench, files=(_HUB + "THUDM/LongBench/data.zip",))
-        for name in _LONGBENCH
-    },
 }
-SHORT = tuple(name for name in SETS if name not in _LONGBENCH)
-LONG = _LONGBENCH
 
 
 def load_set(
@@ -111,8 +92,8 @@ def load_set(
     """The prompts of a published set: as many as the paper uses, or `samples`, shuffled by `seed`.
 
     Args:
-        local: a file with the set's rows (JSON lines, JSON, Parquet, CSV, or LongBench's zip), in
-            place of a download.
+        local: a file with the set's rows (JSON lines, JSON, Parquet or CSV), in place of a
+            download.
 
     Raises:
         DataError: `datasets` is missing, the set cannot be had, or its rows have other fields.
@@ -129,7 +110,7 @@ def load_set(
         if local is not None or known.files:
             names = known.files if local is None else (str(local),)
             builder = {".parquet": "parquet", ".csv": "csv"}.get(Path(names[0]).suffix, "json")
-            files = {known.split: [_inside(one, name) for one in names]}
+            files = {known.split: list(names)}
             rows = datasets.load_dataset(builder, data_files=files, split=known.split)
         else:
             rows = datasets.load_dataset(known.path, known.subset, split=known.split)
@@ -145,12 +126,3 @@ def load_set(
         raise DataError(
             f'set "{name}" cannot be had ({reason}): name a copy with --data {name}=FILE'
         ) from error
-
-
-def _inside(file: str, name: str) -> str:
-    """The file itself, or LongBench's file of a set in an unpacked archive."""
-    if not file.endswith(".zip"):
-        return file
-    from datasets import DownloadManager
-
-    return str(Path(DownloadManager().download_and_extract(file)) / "data" / f"{name}.jsonl")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluate budget policies on a recording with any costs, without a model.
 
-    python -m benchmarks.replay RECORDING.npz [--cost NAME=PROFILE.json ...]
+    python -m benchmarks.replay RECORDING.npz [--cost NAME=COSTS.json ...]
 
 Prints tables. The paper's A100 points and a calculated mixture of experts are always among the
 costs. `--cost` adds measured ones.
@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks import parser_of
-from benchmarks.replay.costs import from_profile, mixture_of_experts, paper_a100
+from benchmarks.replay.costs import measured, mixture_of_experts, paper_a100
 from benchmarks.replay.recording import load_recording
 from benchmarks.replay.simulation import Corpus
 from benchmarks.replay.studies import PRODUCT, STUDIES, shares_of_best
@@ -23,7 +23,7 @@ from benchmarks.replay.studies import PRODUCT, STUDIES, shares_of_best
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("recording", type=Path)
-    parser.add_argument("--cost", action="append", default=[], metavar="NAME=PROFILE.json")
+    parser.add_argument("--cost", action="append", default=[], metavar="NAME=COSTS.json")
     parser.add_argument("--max-nodes", type=int, default=255)
     parser.add_argument("--seeds", type=int, default=1, help="of noise and stalls (default 1)")
     given = parser.parse_args(argv)
@@ -32,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for pair in given.cost:
         name, _, path = pair.partition("=")
         if not path:
-            parser.error(f"--cost needs NAME=PROFILE.json, not {pair!r}")
-        costs[name] = from_profile(Path(path), max_rows)
+            parser.error(f"--cost needs NAME=COSTS.json, not {pair!r}")
+        costs[name] = measured(Path(path), max_rows)
     recording = load_recording(given.recording)
     for temperature in sorted(set(recording.temperatures.tolist())):
         corpus = Corpus(recording, given.max_nodes, temperature)

@@ -82,28 +82,14 @@ def mixture_of_experts(max_rows: int) -> Costs:
     return Costs(zip(rows, gigabytes / 2.3, strict=True), [(1, 1.0)], max_rows=max_rows)
 
 
-def from_profile(path: Path, max_rows: int) -> Costs:
-    """The measured costs in a file of `benchmarks/results`, at each size with its shortest context.
+def measured(path: Path, max_rows: int) -> Costs:
+    """The costs in a file of `benchmarks/results`, of a forward pass over short contexts.
 
     Raises ValueError: it is not such a file.
     """
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))["table"]
-        shortest: dict[int, float] = {}
-        for rows, context, _, *reqs in given["samples"]:
-            cached = context * (reqs[0] if reqs else 1)
-            shortest[rows] = min(cached, shortest.get(rows, cached))
-        return Costs(
-            [
-                (rows, ms)
-                for rows, context, ms, *reqs in given["samples"]
-                if context * (reqs[0] if reqs else 1) == shortest[rows]
-            ],
-            given["drafter_samples"],
-            max_rows=max_rows,
-            aux_ms=given["aux_ms"],
-            plain_aux_ms=given["plain_aux_ms"],
-            captured_sizes=given["captured_sizes"],
-        )
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+        given = json.loads(path.read_text(encoding="utf-8"))
+        own = {name: given[name] for name in ("aux_ms", "plain_aux_ms", "captured_sizes")}
+        return Costs(given["forward"], given["drafter"], max_rows=max_rows, **own)
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no step costs: {error!r}") from error

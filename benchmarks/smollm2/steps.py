@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from benchmarks.tiny.drafter import Drafter
-from benchmarks.tiny.heads import Selector
+from benchmarks.tiny.drafter import Drafter, Selector
 from benchmarks.tiny.model import Target
 
 DECAY = 4.0  # depth at which a position's weight in the loss has fallen to 1/e

@@ -24,8 +24,7 @@ from benchmarks.smollm2.install import OURS, write_compact
 from benchmarks.smollm2.states import States
 from benchmarks.smollm2.steps import draft_steps
 from benchmarks.smollm2.target import fetch, pair_folder
-from benchmarks.tiny.drafter import Drafter, load_drafter, save_drafter
-from benchmarks.tiny.heads import Selector
+from benchmarks.tiny.drafter import Drafter, Selector, load_drafter, save_drafter
 from benchmarks.tiny.model import Dims, load_target
 
 MASK = "<reponame>"  # which no chat contains

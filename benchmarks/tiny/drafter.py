@@ -24,17 +24,52 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from benchmarks.tiny.heads import Markov, Selector
 from benchmarks.tiny.model import Dims, Layer, RMSNorm, Target, hf_config, rope_tables, save_bf16
 
 BLOCK_SIZE = 16
 TARGET_LAYER_IDS = Target.feature_layers
+CANDIDATES = 32  # per position, scored by the selector in vLLM
+
+
+class Selector(nn.Module):
+    """DFlash2's head (`qwen3_dflash2.py`): scores of neighbouring tokens, of a low rank."""
+
+    name = "candidate_selector"
+
+    def __init__(self, dims: Dims, rank: int) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.randn(dims.vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(dims.vocab_size, rank))
+        self.hidden_projection = nn.Linear(dims.hidden_size, rank, bias=False)
+
+    def bias(self, before: Tensor, states: Tensor) -> Tensor:
+        """The logits' bias given the previous token: [..., V]."""
+        left = self.predecessor_codebook[before] * self.hidden_projection(states)
+        return left @ self.successor_codebook.T
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "selector_rank": self.successor_codebook.shape[1],
+            "selector_top_k": CANDIDATES,
+            "conv_kernel_size": 1,
+            "conv_group_size": self.hidden_projection.in_features,
+        }
+
+    def around(self, dims: Dims) -> dict[str, Tensor]:
+        """Identities in place of the convolutions of DFlash2's layers."""
+        size = dims.hidden_size
+        weights: dict[str, Tensor] = {}
+        for layer in range(dims.num_hidden_layers):
+            for part in ("attention_conv", "mlp_conv"):
+                prefix = f"layers.{layer}.{part}."
+                weights[prefix + "base_kernel"] = torch.ones(2, 1, size)
+                weights[prefix + "kernel_projection.weight"] = torch.zeros(2, size)
+        return weights
 
 
 class Drafter(nn.Module):
     """DFlash draft model without embedding and head, which are the target's.
 
-    causal: whether a block's rows see only those before them.
     vocabulary: ascending ids [V'] of the target's tokens that are drafted; None: all of them.
     """
 
@@ -44,7 +79,6 @@ class Drafter(nn.Module):
         self,
         dims: Dims,
         mask_id: int,
-        causal: bool = False,
         vocabulary: Tensor | None = None,
         block_size: int = BLOCK_SIZE,
     ) -> None:
@@ -52,7 +86,6 @@ class Drafter(nn.Module):
         self.block_size = block_size
         self.dims = dims
         self.mask_id = mask_id
-        self.causal = causal
         self.register_buffer("vocabulary", vocabulary, persistent=False)
         h = dims.hidden_size
         self.fc = nn.Linear(len(TARGET_LAYER_IDS) * h, h, bias=False)
@@ -64,10 +97,9 @@ class Drafter(nn.Module):
                 nn.init.normal_(p, std=0.02)
 
     @property
-    def head(self) -> Selector | Markov | None:
-        """The head that conditions on the previous token, if there is one."""
-        kinds = Selector | Markov
-        return next((m for m in self.children() if isinstance(m, kinds)), None)
+    def head(self) -> Selector | None:
+        """DFlash2's, if there is one."""
+        return next((m for m in self.children() if isinstance(m, Selector)), None)
 
     def logits(self, target: Target, states: Tensor, before: Tensor) -> Tensor:
         """[..., D, V] logits of blocks' states [..., D, H] that follow the tokens `before`."""
@@ -120,18 +152,13 @@ class Drafter(nn.Module):
         return self.norm(x).unflatten(1, (num_blocks, self.block_size))[:, :, 1:]
 
     def _mask(self, anchors: Tensor, context_len: int) -> Tensor:
-        """[B, 1, A*G, T + A*G]: the context before a row's block, and the block itself.
-
-        Within the block, attention is bidirectional unless the drafter is causal.
-        """
+        """[B, 1, A*G, T + A*G]: the context before a row's block, and its whole block."""
         batch, num_blocks = anchors.shape
         arange = torch.arange(context_len, device=anchors.device)
         context = arange < anchors[..., None]  # [B, A, T]
         context = context.repeat_interleave(self.block_size, dim=1)
         row = torch.arange(num_blocks * self.block_size, device=anchors.device)
         own = row[:, None] // self.block_size == row // self.block_size
-        if self.causal:
-            own = own.tril()
         return torch.cat([context, own.expand(batch, -1, -1)], dim=-1)[:, None]
 
 
@@ -144,19 +171,15 @@ def save_drafter(model: Drafter, folder: Path, target: Target, eos_id: int) -> N
     dflash = {"mask_token_id": model.mask_id, "target_layer_ids": list(target.feature_layers)}
     kind: dict[str, Any] = {"architectures": ["DFlashDraftModel"], "dflash_config": dflash}
     weights = model.state_dict()
-    if model.causal:
-        dflash["causal"] = True
     if model.vocabulary is not None:
         kind["draft_vocab_size"] = len(model.vocabulary)
         places = torch.arange(len(model.vocabulary), device=model.vocabulary.device)
         weights["lm_head.weight"] = target.embed_tokens.weight[model.vocabulary]
         weights["d2t"] = model.vocabulary - places
-    if isinstance(model.head, Selector):
+    if model.head is not None:
         kind["architectures"] = ["DFlash2DraftModel"]
         dflash |= model.head.config()
         weights |= model.head.around(model.dims)
-    elif isinstance(model.head, Markov):
-        kind = {"architectures": ["Qwen3DSparkModel"], **dflash, **model.head.config()}
     config = hf_config(
         model.dims,
         **kind,
@@ -176,17 +199,14 @@ def load_drafter(folder: Path, device: str = "cpu") -> Drafter:
     """Read back what `save_drafter` wrote, in float32 (of bf16-rounded values)."""
     config = json.loads((folder / "config.json").read_text())
     dims = Dims(**{k: config[k] for k in Dims.__dataclass_fields__})
-    dflash = config.get("dflash_config", config)  # DSpark has these settings at the top level
+    dflash = config["dflash_config"]
     weights = load_file(folder / "model.safetensors")
     weights.pop("lm_head.weight", None)  # the target's rows
     offsets = weights.pop("d2t", None)
     vocabulary = None if offsets is None else offsets + torch.arange(len(offsets))
-    causal = dflash.get("causal", False)
-    model = Drafter(dims, dflash["mask_token_id"], causal, vocabulary, config["block_size"])
+    model = Drafter(dims, dflash["mask_token_id"], vocabulary, config["block_size"])
     if "selector_rank" in dflash:
         model.candidate_selector = Selector(dims, dflash["selector_rank"])
-    if "markov_rank" in config:
-        model.markov_head = Markov(dims, config["markov_rank"])
     own = {n: w.float() for n, w in weights.items() if "_conv." not in n}  # identities
     model.load_state_dict(own)
     return model.to(device).eval()

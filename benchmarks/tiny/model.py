@@ -198,23 +198,8 @@ def hf_config(dims: Dims, **extra: object) -> dict:
     }
 
 
-def save_target(model: Target, folder: Path, eos_id: int) -> None:
-    """Write config.json and weights of a Qwen3ForCausalLM (the tokenizer is saved separately)."""
-    config = hf_config(
-        model.dims,
-        architectures=["Qwen3ForCausalLM"],
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=eos_id,
-        pad_token_id=eos_id,
-    )
-    save_bf16({"model." + n: w for n, w in model.state_dict().items()}, folder, config)
-    generation = {"do_sample": False, "eos_token_id": eos_id, "pad_token_id": eos_id}
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-
-
 def load_target(folder: Path, device: str = "cpu") -> Target:
-    """Read what `save_target` wrote, or a Llama model with a tied head, in float32.
+    """Read a Qwen3 or Llama model with a tied head, in float32.
 
     Weights are stored in bf16. A Llama's drafters read three of its layers: the second, the third
     from the last, and the middle one between them.

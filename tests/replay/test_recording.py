@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import RESULTS
 from benchmarks.probes import SeenTree
-from benchmarks.replay.costs import from_profile, paper_a100
+from benchmarks.replay.costs import measured, paper_a100
 from benchmarks.replay.recording import load_recording
 
 
@@ -31,12 +31,10 @@ def test_the_length_that_a_chain_would_have_had_accepted(path: list[int], chain:
 def test_measured_costs_are_read() -> None:
     """At a point that was measured they are the measurement, within what smoothing changes."""
     path = RESULTS / "gpu" / "4B-h100-profile.json"
-    costs, given = from_profile(path, 600), json.loads(path.read_text())["table"]
-    shortest = min((context, ms) for rows, context, ms, _ in given["samples"] if rows == 512)
-    assert costs.forward_ms[512] == pytest.approx(shortest[1], rel=0.05)
+    costs, given = measured(path, 600), json.loads(path.read_text())
+    assert costs.forward_ms[512] == pytest.approx(dict(given["forward"])[512], rel=0.05)
     assert (np.diff(costs.tree_step_ms(4)) >= 0).all()
-    drafter = dict(given["drafter_samples"])
-    assert costs.draft_ms[1] == pytest.approx(drafter[1], rel=0.05)
+    assert costs.draft_ms[1] == pytest.approx(dict(given["drafter"])[1], rel=0.05)
 
 
 def test_the_papers_points() -> None:
@@ -48,10 +46,10 @@ def test_the_papers_points() -> None:
 
 
 def test_another_file_is_refused_by_name(tmp_path: Path) -> None:
-    for text in ("{}", "notes", '{"calibrated": null, "table": {"samples": []}}'):
+    for text in ("{}", "notes", '{"forward": [[1, 2.0]]}'):
         (tmp_path / "costs.json").write_text(text)
         with pytest.raises(ValueError, match=r"costs\.json"):
-            from_profile(tmp_path / "costs.json", 8)
+            measured(tmp_path / "costs.json", 8)
 
 
 def test_every_position_of_a_recording_has_a_step_and_what_follows_it() -> None:

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.smollm2.install import OURS, SELECTOR, install, write_compact
-from benchmarks.tiny.drafter import Drafter, load_drafter, save_drafter
-from benchmarks.tiny.heads import Selector
+from benchmarks.tiny.drafter import Drafter, Selector, load_drafter, save_drafter
 from benchmarks.tiny.model import Dims, Target
 
 DIMS = Dims(vocab_size=64, hidden_size=48, intermediate_size=80, head_dim=16)

@@ -35,6 +35,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(WIDE)
     writer.add_head_count(HEADS)
+    writer.add_rope_dimension_count(HIDDEN // HEADS)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_rope_freq_base(100000.0)
     writer.add_layer_norm_rms_eps(1e-5)
