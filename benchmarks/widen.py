@@ -43,8 +43,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks import TINY, parser_of
-from benchmarks.pairs import REAL, pair_folder
-from benchmarks.prompts import DataError
 from benchmarks.tiny.drafter import Drafter, Selector, load_drafter
 from benchmarks.tiny.model import Attention, Dims, Layer, RMSNorm, Target, load_target
 from vllm_bastion.envs import cache_dir
@@ -361,10 +359,13 @@ def pair_of(name: str, shape: Shape | None = None, kinds: Sequence[str] = ()) ->
 
     kinds: further drafters of the pair, folders beside its source's own.
 
-    Raises ValueError: see `make_pair`; DataError: SmolLM2 has not been fetched.
+    Raises ValueError: see `make_pair`; or SmolLM2 has not been fetched.
     """
-    shape = shape or SHAPES[name]
-    source = pair_folder(REAL) if name.startswith(f"{REAL}-") else TINY
+    source, shape = TINY, shape or SHAPES[name]
+    if name.startswith("smollm2-"):
+        source = cache_dir() / "pairs" / "smollm2"
+        if not (source / "drafter").exists():
+            raise ValueError(f"{name} is SmolLM2, widened: run python -m benchmarks.smollm2 first")
     folder = cache_dir() / "pairs" / name
     for own in (("target", "drafter"), *((kind,) for kind in kinds)):
         files = sorted(path for kind in own for path in source.glob(f"{kind}/*"))
@@ -427,7 +428,7 @@ def main() -> int:
     given = parser.parse_args()
     try:
         print(pair_of(given.name, kinds=given.drafters))
-    except (ValueError, DataError) as error:
+    except ValueError as error:
         parser.error(str(error))
     return 0
 
