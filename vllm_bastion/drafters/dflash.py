@@ -482,7 +482,7 @@ class BastionSpeculator(DFlashSpeculator):
         return step.base_rows + np.minimum(step.nodes, self.trees.depth)
 
     def warm_up(self) -> None:
-        """Compile the kernels of the first request, accepted path and copy."""
+        """Compile the kernels of the first request, accepted path and n-gram draft."""
         warm_up(self)
 
 

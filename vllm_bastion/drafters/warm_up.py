@@ -16,7 +16,7 @@ _MAX_INPUT_BLOCK = 256  # of vLLM's `prepare_dflash_inputs`
 
 
 def warm_up(draft: Any) -> None:
-    """Compile the kernels of the first request, accepted path and copy of a `BastionSpeculator`."""
+    """Compile the kernels of a `BastionSpeculator`: first request, accepted path, n-gram draft."""
     _warm_up_inputs(draft)
     draft.trees.warm_up()
     one = draft._context_layout[:1].zero_()

@@ -69,7 +69,8 @@ class Gate:
         self.reason = "no measurement yet"
         self._yields = {arm: _Yield() for arm in self.arms}
         self._times: dict[tuple[int, Arm], deque[float]] = {}
-        self._sizes: set[int] = set()
+        # By size class: milliseconds of the arms that it has measured.
+        self._ms: dict[int, dict[Arm, float]] = {}
         # Milliseconds that trials of each arm may lose: a cheap one must not use up another's.
         self._allowance = dict.fromkeys(self.arms, 0.0)
         self._since = 0  # steps since the last trial
@@ -90,17 +91,19 @@ class Gate:
             ms: time since the output of the step before; 0 unless that step and this one ended
                 with `arm`, too, or if a prompt was in either.
         """
-        if arm != Arm.PLAIN and arm in self._yields:
+        if arm not in self.arms:  # the last steps of replies with a fixed budget
+            return
+        if arm != Arm.PLAIN:
             self._yields[arm].add(tokens / num_reqs, num_reqs)
         if not 0.0 < ms < float("inf"):
             return
         size = size_class(num_reqs)
-        self._sizes.add(size)
         times = self._times.setdefault((size, arm), deque(maxlen=_SAMPLES))
         times.append(ms)
+        typical = self._ms.setdefault(size, {})[arm] = _typical(times)
         share = _ALLOWANCE / max(len(self.arms) - 1, 1)
         for each in self.arms:
-            self._allowance[each] += share * _typical(times)
+            self._allowance[each] += share * typical
 
     def ms(self, arm: Arm, num_reqs: int) -> float | None:
         """Milliseconds of a step of `arm` with so many requests; None if they are unknown.
@@ -109,21 +112,17 @@ class Gate:
         does all that a simpler one does, so it takes at least as long.
         """
         size = size_class(num_reqs)
-        own = self._measured(size)
+        own = dict(self._ms.get(size, {}))
         if arm not in own:
-            for other in sorted(self._sizes, key=lambda other: abs(other - size)):
-                there = self._measured(other)
-                both = [a for a in there if a in own]
-                if arm in there and (both or not own):
-                    own[arm] = there[arm] * (own[both[-1]] / there[both[-1]] if both else 1.0)
+            for other in sorted(self._ms, key=lambda other: (abs(other - size), other)):
+                there = self._ms[other]
+                both = max(there.keys() & own.keys(), default=None)
+                if arm in there and (both is not None or not own):
+                    own[arm] = there[arm] * (1.0 if both is None else own[both] / there[both])
                     break
             else:
                 return None
         return min(ms for a, ms in own.items() if a >= arm)
-
-    def _measured(self, size: int) -> dict[Arm, float]:
-        """Milliseconds of the arms that a size class has measured."""
-        return {a: _typical(t) for a in self.arms if (t := self._times.get((size, a)))}
 
     def tokens(self, arm: Arm) -> float:
         """Tokens that a request gets from a step of `arm`."""

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Where a node comes from: the drafter alone, a copy of the context alone, or both.
+# Where a node comes from: the drafter alone, an n-gram draft alone, or both.
 SOURCES = ("drafter", "lookup", "both")
 # Of steps that decode.
 DECODING = ("tree", "chain", "n-gram", "plain")
