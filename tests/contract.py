@@ -72,7 +72,7 @@ engine/budget.py
       arrived when the output has @body copy_stream.wait_stream(main_stream) …
       self.copy_event.record(copy_stream)
   RUNNER:GPUModelRunner.prepare_inputs @beside c4b46110 ce45f241
-engine/draft_tokens.py
+hooks/model_runner.py
   SPEC.utils:DraftTokensHandler.set_draft_tokens @beside 5465e777 5465e777
 engine/logprobs.py
   SAMPLE.sampler:Sampler.get_logprobs_dims @beside 08059e0c 08059e0c
@@ -121,10 +121,10 @@ hooks/layers.py
       set_model_tag("dflash_head")
   SPEC.dspark.utils:load_dspark_model @why a DSpark drafter's layers are known by this tag @body
       set_model_tag("dspark_head")
-hooks/runner.py
+hooks/model_runner.py
   RUNNER:GPUModelRunner.__init__ @why warm_up finds our manager under this name @body
       self.adaptive_verification
-  RUNNER:GPUModelRunner.execute_model @why blocks are copied within it, so after our hook @body
+  RUNNER:GPUModelRunner.execute_model @why blocks are copied within it, so after our flush @body
       self.update_requests(scheduler_output)
   RUNNER:GPUModelRunner.update_requests @why the copied blocks include the drafter's @body
       scheduler_output.kv_cache_block_copies … self.kv_caches
@@ -132,8 +132,7 @@ hooks/runner.py
       drafts nor sets draft tokens @body if self.speculator is not None: …
       self.speculator.propose( … if self.num_speculative_steps > 0: …
       self.draft_tokens_handler.set_draft_tokens(
-  GPU.structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask @beside cbaa23dc eb9557eb
-hooks/runner.py hooks/warm_up.py
+hooks/runner.py
   GPU.warmup:_warmup_kernels @why a request's rows follow from these two, and the longest has
       four times as many @body num_spec_steps = model_runner.num_speculative_steps … prompt_len
       = decode_query_len + 1 … decode_steps.append(([0], [use_spec_decode])) @beside 08e5ddcd

@@ -27,7 +27,7 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerific
 import vllm_bastion
 from tests.contract import CONTRACT, MINORS, Reliance
 from vllm_bastion import compat
-from vllm_bastion.hooks.wrap import resolve
+from vllm_bastion.hooks.hook import resolve
 from vllm_bastion.versions import capabilities, capabilities_of
 
 PACKAGE = Path(vllm_bastion.__file__).parent

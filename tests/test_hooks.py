@@ -12,14 +12,16 @@ import pytest
 from vllm.platforms import current_platform
 
 from vllm_bastion import compat, hooks, plugin
-from vllm_bastion.hooks.hook import Hook
-from vllm_bastion.hooks.wrap import HookError, resolve, signature, wrap
+from vllm_bastion.hooks.hook import Hook, HookError, resolve, signature, wrap
+from vllm_bastion.hooks.table import HOOKS, PLUGIN_HOOKS
 from vllm_bastion.versions import capabilities_of
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> None:
     plugin.register()
+    if current_platform.is_cpu():  # what the CPU worker does before it loads the runner
+        importlib.import_module("vllm.v1.worker.cpu.shm")
 
 
 # --- the contract -----------------------------------------------------------------------------
@@ -32,19 +34,16 @@ def accepted(hook: Hook) -> tuple[str, ...]:
     return tuple(version.signatures.get(hook.target, hook.expects) for version in VERSIONS)
 
 
-@pytest.mark.parametrize("hook", hooks.HOOKS, ids=lambda hook: hook.target.rpartition(":")[2])
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.target.rpartition(":")[2])
 def test_vllm_still_has_the_hooked_symbol_as_expected(hook: Hook) -> None:
-    if current_platform.is_cpu():  # what the CPU worker does before it loads the runner
-        importlib.import_module("vllm.v1.worker.cpu.shm")
     _, _, attribute = resolve(hook.target)
     function = getattr(attribute, "fget", None) or getattr(attribute, "__func__", attribute)
     original = inspect.unwrap(function)
     assert signature(original) == hook.signature(), f"vLLM's {hook.target} changed"
     assert hook.why
-    assert hook.when
 
 
-@pytest.mark.parametrize("hook", hooks.HOOKS, ids=lambda hook: hook.target.rpartition(":")[2])
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.target.rpartition(":")[2])
 def test_wrapper_takes_the_original_and_its_arguments(hook: Hook) -> None:
     parameters = list(inspect.signature(hook.function()).parameters.values())
     assert parameters[0].name == "original"
@@ -135,9 +134,9 @@ def test_a_missing_symbol_is_named(target: str) -> None:
 
 def test_a_hook_that_does_not_fit_disables_only_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "_reasons", [])
-    (hook,) = [one for one in hooks.HOOKS if one.target.endswith("process_inputs")]
+    (hook,) = [one for one in PLUGIN_HOOKS if one.target.endswith("process_inputs")]
     changed = dataclasses.replace(hook, expects="(self)", wrapper="requests:check_budget")
-    monkeypatch.setattr(hooks, "HOOKS", (*hooks.HOOKS, changed))
+    monkeypatch.setattr(hooks, "PLUGIN_HOOKS", (*PLUGIN_HOOKS, changed))
     hooks.apply_all()
     with pytest.raises(compat.UnsupportedVllmError, match="process_inputs"):
         compat.require()

@@ -13,15 +13,15 @@ from vllm.config import SpeculativeConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from helpers import run_python, write_checkpoint
-from vllm_bastion import compat, hooks, plugin
+from vllm_bastion import compat, plugin
 from vllm_bastion.cpu.build import is_cpu_build
-from vllm_bastion.hooks.hook import EVERY_PROCESS
-from vllm_bastion.hooks.wrap import resolve
+from vllm_bastion.hooks.hook import resolve
+from vllm_bastion.hooks.table import PLUGIN_HOOKS
 
 
 def test_registering_twice_leaves_the_same_objects() -> None:
     plugin.register()
-    installed = [hook for hook in hooks.HOOKS if hook.when == EVERY_PROCESS]
+    installed = PLUGIN_HOOKS
     first = [resolve(hook.target)[2] for hook in installed]
     plugin.register()
     second = [resolve(hook.target)[2] for hook in installed]

@@ -19,10 +19,6 @@ _ATTRIBUTE = "bastion"
 _ANYTHING = -1  # a word of a bitmask row that allows every token
 
 
-class MissingRecordError(RuntimeError):
-    """An object of vLLM arrived without the record that was attached to it."""
-
-
 class AttachedRecord:
     """A record that is stored on an object of vLLM as its attribute `bastion`."""
 
@@ -41,24 +37,15 @@ class AttachedRecord:
         """The record on `owner`.
 
         Raises:
-            MissingRecordError: there is none.
+            RuntimeError: there is none.
         """
         found = cls.find(owner)
         if found is None:
-            raise MissingRecordError(
+            raise RuntimeError(
                 f"vLLM's {type(owner).__name__} lost the {cls.__name__} that vllm-bastion attached "
                 "to it: this vLLM or one of its plugins copies or sends it without unknown "
                 "attributes"
             )
-        return found
-
-    @classmethod
-    def ensure(cls, owner: Any) -> Self:
-        """The record on `owner`, which gets a default one first if it has none."""
-        found = cls.find(owner)
-        if found is None:
-            found = cls()
-            found.attach(owner)
         return found
 
 
@@ -95,16 +82,8 @@ class StepReport(AttachedRecord):
 
 
 @dataclass
-class RequestState(AttachedRecord):
-    """On a Request, in the engine core."""
-
-    grammar_tree: GrammarTree | None = None
-    """Its latest drafts, if it has a grammar."""
-
-
-@dataclass
-class GrammarTree:
-    """A request's drafts, n nodes in the order of columns, and what its grammar says of them."""
+class GrammarTree(AttachedRecord):
+    """On a Request: its latest drafts, n nodes by column, and what its grammar says of them."""
 
     tokens: list[int]
     rows: np.ndarray

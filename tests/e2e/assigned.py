@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from vllm_bastion.hooks import HOOKS
-from vllm_bastion.hooks.hook import BASTION_WORKER, EVERY_PROCESS, Hook
+from vllm_bastion.hooks.hook import Hook
+from vllm_bastion.hooks.table import HOOKS
 
+EVERY_PROCESS = "every process that loads vLLM's plugins"
+BASTION_WORKER = 'every worker of an engine with method "bastion"'
 NATIVE_WORKER = "every worker that runs Model Runner V2 on a CPU host without Triton"
 
 _DRAFTER = "vllm.model_executor.models.qwen3_dflash"
@@ -35,7 +37,7 @@ class Change:
     what: str
     """What makes it, and what it does."""
     when: str
-    """Where it is made: a constant of `hooks.hook`, NATIVE_WORKER, or a narrower condition."""
+    """Where it is made: a constant of this module, or a narrower condition."""
     on_instance: bool = False
     """Whether objects are changed, and not the class or module itself."""
 
@@ -89,7 +91,7 @@ _OBJECTS = (
         for owner, carrier, when in (
             ("vllm.v1.core.sched.output:SchedulerOutput", "StepPlan", _STEP),
             ("vllm.v1.outputs:ModelRunnerOutput", "StepReport", _STEP),
-            ("vllm.v1.request:Request", "RequestState", "from a request's first tree on"),
+            ("vllm.v1.request:Request", "GrammarTree", "from a request's first tree on"),
         )
     ),
     *(

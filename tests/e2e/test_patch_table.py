@@ -9,11 +9,19 @@ from typing import Any
 import pytest
 
 from tests.e2e import cases
-from tests.e2e.assigned import ASSIGNED, NATIVE_WORKER, Change, every_change
+from tests.e2e.assigned import (
+    ASSIGNED,
+    BASTION_WORKER,
+    EVERY_PROCESS,
+    NATIVE_WORKER,
+    Change,
+    every_change,
+)
 from tests.e2e.engines import Engine, Runner
 from tests.e2e.marks import on_cpu
 from tests.e2e.test_cuda_path import PLAIN, SETUP
-from vllm_bastion.hooks.hook import BASTION_WORKER, EVERY_PROCESS, Hook
+from vllm_bastion.hooks.hook import Hook
+from vllm_bastion.hooks.table import PLUGIN_HOOKS, WORKER_HOOKS
 
 pytestmark = on_cpu("engines on a CPU host", pytest.mark.slow)
 
@@ -22,7 +30,7 @@ ENGINES: dict[str, tuple[Engine, dict[str, Any]]] = {
     "CPU": (_CPU, {}),
     "CUDA path": (PLAIN.with_bastion(8, top_k=4), {"setup": SETUP, "interpreted": True}),
 }
-# Rows that one of the two engines must show. Any other `when` is a condition of its own.
+# Changes that one of the two engines must show. Any other `when` is a condition of its own.
 SHOWN = (EVERY_PROCESS, BASTION_WORKER, NATIVE_WORKER)
 
 

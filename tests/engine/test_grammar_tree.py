@@ -24,7 +24,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from helpers import engine_config
 from tests.scheduler_core import call, make_core
 from vllm_bastion import plugin
-from vllm_bastion.attached import RequestState
+from vllm_bastion.attached import GrammarTree
 from vllm_bastion.engine import grammar
 
 PAIR = Path(__file__).resolve().parents[2] / "benchmarks" / "tiny"
@@ -183,8 +183,7 @@ def test_the_scheduler_knows_what_may_follow_each_node(
     assert most == 16 < NODES
     assert request.spec_token_ids == tree.tokens[:most]
     # Of these, as many as were scheduled; of others, nothing is known.
-    found = RequestState.of(request).grammar_tree
-    assert found is not None
+    found = GrammarTree.of(request)
     assert len(found.rows_of(tree.tokens[:2], request.num_tokens)) == 3
     assert found.rows_of(tree.tokens[:2], request.num_tokens + 1) is None
     assert found.rows_of([-5 + 1024], request.num_tokens) is None

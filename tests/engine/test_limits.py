@@ -11,11 +11,12 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu import warmup
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
 from vllm_bastion.config import BastionSpeculativeConfig
 from vllm_bastion.engine.limits import max_verified_rows
-from vllm_bastion.hooks import warm_up
+from vllm_bastion.hooks import model_runner, runner
 
 QWEN3, QWEN3_5, GEMMA = 151_936, 248_320, 262_144
 # vLLM's defaults of `max_num_seqs` and `max_num_batched_tokens`
@@ -83,15 +84,15 @@ def test_warm_up_verifies_no_more_than_a_step_that_is_served(
     requests: int, tokens: int, vocab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    runner: Any = Runner(config_of(tokens, requests, 255, vocab))
+    ours: Any = Runner(config_of(tokens, requests, 255, vocab))
     original = getattr(warmup._warmup_kernels, "__wrapped__", warmup._warmup_kernels)
-    warm_up.warm_up_kernels(original, runner, runner.execute, lambda grammar: None)
+    runner.warm_up_kernels(original, ours, ours.execute, lambda grammar: None)
     # several requests, with and without drafts
-    assert 256 < max(runner.steps) <= max(512, requests) and len(runner.steps) > 2
-    assert runner.scheduler_config.max_num_seqs == requests
-    runner.steps.clear()
-    original(runner, runner.execute, lambda grammar: None)
-    assert max(runner.steps) > get_max_chunk_logits(vocab)  # what vLLM itself would run
+    assert 256 < max(ours.steps) <= max(512, requests) and len(ours.steps) > 2
+    assert ours.scheduler_config.max_num_seqs == requests
+    ours.steps.clear()
+    original(ours, ours.execute, lambda grammar: None)
+    assert max(ours.steps) > get_max_chunk_logits(vocab)  # what vLLM itself would run
 
 
 def test_the_profiling_run_has_the_logits_of_the_largest_step(
@@ -103,12 +104,13 @@ def test_the_profiling_run_has_the_logits_of_the_largest_step(
         seen.append(("logits", len(hidden)))
         return torch.empty(len(hidden), 10, dtype=hidden.dtype)
 
-    runner: Any = Runner(config)
-    runner.model = SimpleNamespace(compute_logits=compute_logits)
-    monkeypatch.setattr(warm_up, "current_host", lambda: SimpleNamespace(runs_ahead=True))
-
-    def original(self: Any, hidden: torch.Tensor) -> None:
-        seen.append(("own", len(hidden)))
-
-    warm_up.dummy_sampler_run(original, runner, torch.zeros(512, 64))
+    ours = object.__new__(model_runner.BastionModelRunner)
+    vars(ours).update(
+        vars(Runner(config)), model=SimpleNamespace(compute_logits=compute_logits)
+    )
+    monkeypatch.setattr(model_runner, "current_host", lambda: SimpleNamespace(runs_ahead=True))
+    monkeypatch.setattr(
+        GPUModelRunner, "_dummy_sampler_run", lambda _, hidden: seen.append(("own", len(hidden)))
+    )
+    ours._dummy_sampler_run(torch.zeros(512, 64))
     assert seen == [("own", 512), ("logits", 1024)]

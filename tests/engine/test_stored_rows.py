@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from bastion_kernels import context_rows
 from tests.scheduler_core import engine_of, settings
 from vllm_bastion.drafters.dflash import BastionSpeculator
 from vllm_bastion.engine.runtime import Runtime
-from vllm_bastion.hooks.runner import execute_model
+from vllm_bastion.hooks.model_runner import BastionModelRunner
 
 BLOCK, DROPPED = 4, -1
 
@@ -67,12 +68,16 @@ def test_accepted_rows_are_stored_where_their_tokens_are(chains: bool) -> None:
             )
 
 
-def test_rows_that_wait_are_stored_before_vllm_copies_blocks() -> None:
-    runner, order = SimpleNamespace(vllm_config=engine_of(settings())), []
+def test_rows_that_wait_are_stored_before_vllm_copies_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner, order = object.__new__(BastionModelRunner), []
+    monkeypatch.setattr(GPUModelRunner, "execute_model", lambda *_: order.append("runs"))
+    runner.vllm_config = engine_of(settings())
     runtime = runner.vllm_config.speculative_config.worker_runtime = Runtime(SimpleNamespace())
     runtime.deferred = SimpleNamespace(flush=lambda: order.append("stored"))
     for copies in (None, [object()]):
         output = SchedulerOutput.make_empty()
         output.kv_cache_block_copies = copies
-        execute_model(lambda *_: order.append("runs"), runner, output)
+        runner.execute_model(output)
     assert order == ["runs", "stored", "runs"]

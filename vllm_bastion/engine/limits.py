@@ -12,9 +12,6 @@ from vllm.config import VllmConfig
 from vllm_bastion.config import settings_of
 from vllm_bastion.policy.trees import Trees
 
-# 240 requests with 16 nodes each; 74 MiB with V = 151,936.
-MOST_BITMASK_ROWS = 4096
-
 
 def make_trees(vllm_config: VllmConfig, device: torch.device) -> Trees:
     """Allocate the trees of an engine."""
@@ -57,10 +54,3 @@ def max_tree_rows(vllm_config: VllmConfig) -> int:
     if not compilation.cudagraph_mode.has_full_cudagraphs():
         return rows
     return min(rows, compilation.max_cudagraph_capture_size or rows)
-
-
-def max_bitmask_rows(vllm_config: VllmConfig) -> int:
-    """Rows of the device's grammar bitmask; a step with more applies it in parts."""
-    scheduler, config = vllm_config.scheduler_config, settings_of(vllm_config)
-    rows = scheduler.max_num_seqs * (config.max_grammar_tokens + 1)
-    return min(rows, MOST_BITMASK_ROWS)

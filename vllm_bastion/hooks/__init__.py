@@ -2,16 +2,15 @@
 """What this package changes in vLLM.
 
 `table` lists every function that is wrapped; the other modules hold the wrappers, one module for
-each area. `scheduler`, `worker` and `cpu_worker` are no wrappers: they subclass vLLM's schedulers
-and workers, and `engine_args` names them in the configuration.
+each area. `scheduler`, `worker`, `cpu_worker` and `model_runner` are no wrappers: they subclass
+vLLM's, and `engine_args` names them in the configuration.
 """
 
 from __future__ import annotations
 
 from vllm_bastion import compat
-from vllm_bastion.hooks.hook import EVERY_PROCESS
-from vllm_bastion.hooks.table import ENTRY, HOOKS
-from vllm_bastion.hooks.wrap import wrap
+from vllm_bastion.hooks.hook import wrap
+from vllm_bastion.hooks.table import ENTRY, PLUGIN_HOOKS
 
 
 def apply_all(only_entry: bool = False) -> None:
@@ -26,9 +25,8 @@ def apply_all(only_entry: bool = False) -> None:
     if only_entry:
         wrap(ENTRY.target, ENTRY.function())
         return
-    for hook in HOOKS:
-        if hook.when == EVERY_PROCESS:
-            try:
-                hook.install()
-            except Exception as error:
-                compat.disable(f"{error}; install a vLLM in the range {compat.SUPPORTED_VLLM}")
+    for hook in PLUGIN_HOOKS:
+        try:
+            hook.install()
+        except Exception as error:
+            compat.disable(f"{error}; install a vLLM in the range {compat.SUPPORTED_VLLM}")

@@ -19,7 +19,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.structured_output.utils import strip_speculative_padding
 
-from vllm_bastion.attached import GrammarTree, RequestState
+from vllm_bastion.attached import GrammarTree
 from vllm_bastion.config import chain_view_of, settings_of
 from vllm_bastion.versions import capabilities
 
@@ -82,7 +82,7 @@ class GrammarScheduler(Scheduler):
     def _rows_of(self, request: Any, scheduled: dict[str, list[int]]) -> np.ndarray:
         name = request.request_id
         drafts = scheduled.get(name, [])
-        tree, rows = _tree_of(request), None
+        tree, rows = GrammarTree.find(request), None
         if tree is not None and drafts:
             rows = tree.rows_of(drafts, request.num_tokens)
         if rows is None:
@@ -125,10 +125,5 @@ def _walk(scheduler: Any, request: Any, codes: list[int]) -> GrammarTree:
     from vllm_bastion.engine.grammar import decode, walk
 
     tree = walk(scheduler.structured_output_manager, request, *decode(codes))
-    RequestState.ensure(request).grammar_tree = tree
+    tree.attach(request)
     return tree
-
-
-def _tree_of(request: Any) -> GrammarTree | None:
-    state = RequestState.find(request)
-    return None if state is None else state.grammar_tree

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The patch table: every function of vLLM that is wrapped, and what goes wrong without that.
 
-What a wrapper does is in its docstring. `hooks.apply_all` installs the rows of every process, and
-`hooks.worker` those of a worker. What is changed without a wrapper is listed in
+What a wrapper does is in its docstring. What is changed without a wrapper is listed in
 tests/e2e/assigned.py; tests/e2e/test_patch_table.py compares running engines with both.
 """
 
 from __future__ import annotations
 
-from vllm_bastion.hooks.hook import BASTION_WORKER, GATED_DELTA_WORKER, Hook
+from vllm_bastion.hooks.hook import Hook
 
 # The entry is installed on every vLLM, so that a request for the method gets our message.
 ENTRY = Hook(
@@ -18,7 +17,8 @@ ENTRY = Hook(
     why='the schema of SpeculativeConfig has neither method "bastion" nor its keys',
 )
 
-HOOKS: tuple[Hook, ...] = (
+# Installed in every process that loads vLLM's plugins, see `hooks.apply_all`.
+PLUGIN_HOOKS = (
     # the user's arguments and vLLM's configuration
     ENTRY,
     Hook(
@@ -95,6 +95,9 @@ HOOKS: tuple[Hook, ...] = (
             "host no engine starts in a process that has imported Numba, as an earlier engine has"
         ),
     ),
+)
+# Installed in a worker of method "bastion", see `hooks.worker`.
+WORKER_HOOKS = (
     # what models are built of
     Hook(
         target="vllm.model_executor.layers.attention.attention:get_attn_backend",
@@ -104,7 +107,6 @@ HOOKS: tuple[Hook, ...] = (
             "use_per_head_quant_scales=, attn_type=, num_heads=, has_sliding_window=)"
         ),
         why="no backend of vLLM takes a tree mask",
-        when=BASTION_WORKER,
     ),
     Hook(
         target="vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
@@ -114,14 +116,12 @@ HOOKS: tuple[Hook, ...] = (
             "on a CPU drafting is bound by the bandwidth of weights; without matrix registers, 17 "
             "rows take oneDNN 1.7 times as long as one"
         ),
-        when=BASTION_WORKER,
     ),
     Hook(
         target="vllm.compilation.decorators:_try_load_aot_compiled_fn",
         wrapper="layers:load_compiled",
         expects="(model, aot_compilation_path)",
         why="on a CPU the stored function has no `finalize_loading`, so every start compiles",
-        when=BASTION_WORKER,
     ),
     # the model runner
     Hook(
@@ -129,14 +129,12 @@ HOOKS: tuple[Hook, ...] = (
         wrapper="runner:init_speculator",
         expects="(vllm_config, device, req_states)",
         why="the speculator is chosen by a closed if/elif over the methods",
-        when=BASTION_WORKER,
     ),
     Hook(
         target="vllm.v1.worker.gpu.model_runner:init_model_state",
         wrapper="runner:init_model_state",
         expects="(vllm_config, model, encoder_cache, device)",
         why="the class follows from the model, not from the speculative method",
-        when=BASTION_WORKER,
     ),
     Hook(
         target="vllm.v1.worker.gpu.model_runner:maybe_create_adaptive_verification_manager",
@@ -147,14 +145,12 @@ HOOKS: tuple[Hook, ...] = (
             "additional_attn_cg_support=, copy_admitted_drafts_to_host=)"
         ),
         why="vLLM's manager ranks positions of a chain by confidence",
-        when=BASTION_WORKER,
     ),
     Hook(
         target="vllm.v1.worker.gpu.model_runner:resolve_adaptive_cudagraph_mode",
         wrapper="runner:resolve_cudagraph_mode",
         expects="(mode, piecewise_capture_available)",
         why="it asserts FULL graphs; an eager engine, and every CPU engine, has none",
-        when=BASTION_WORKER,
     ),
     Hook(
         target="vllm.v1.worker.gpu.model_runner:ModelCudaGraphManager",
@@ -164,54 +160,12 @@ HOOKS: tuple[Hook, ...] = (
             "varlen_decode=, ubatch_runner=)"
         ),
         why="a FULL graph holds the tree kernel, which plain steps need not run",
-        when=BASTION_WORKER,
     ),
     Hook(
         target="vllm.v1.worker.gpu.model_runner:StructuredOutputsWorker",
         wrapper="runner:structured_outputs_worker",
         expects="(max_num_logits, vocab_size, device, mask_stride)",
         why="a bitmask for N drafts per request is 10 GB at N = 512, 1024 requests and V = 152k",
-        when=BASTION_WORKER,
-    ),
-    Hook(
-        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model",
-        wrapper="runner:execute_model",
-        expects=(
-            "(self, scheduler_output, intermediate_tensors=, dummy_run=, "
-            "skip_attn_for_dummy_run=, is_profile=, context_len=, valid_dummy_state_slots=, "
-            "randomize_inputs=)"
-        ),
-        why=(
-            "no adapter sees what the scheduler sent; vLLM copies whole blocks, in which rows of "
-            "the drafter may be missing until they are stored"
-        ),
-        when=BASTION_WORKER,
-    ),
-    Hook(
-        target="vllm.v1.worker.gpu.model_runner:DraftTokensHandler",
-        wrapper="runner:draft_tokens_handler",
-        expects="(device=)",
-        why=(
-            "the engine core checks drafts against grammars, but does not know the drafts' parents"
-        ),
-        when=BASTION_WORKER,
-    ),
-    Hook(
-        target="vllm.v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin._set_active_loras",
-        wrapper="runner:set_active_loras",
-        expects="(self, prompt_lora_mapping, token_lora_mapping, lora_requests, mapping_type=)",
-        why="it maps scheduled rows to adapters; a trimmed step has fewer, and a logit per node",
-        when=BASTION_WORKER,
-    ),
-    Hook(
-        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens",
-        wrapper="runner:sample_tokens",
-        expects="(self, grammar_output)",
-        why=(
-            "only the worker knows how many nodes were verified; vLLM 0.33's warm-up sends "
-            "bitmask rows for N drafts per request"
-        ),
-        when=BASTION_WORKER,
     ),
     # its warm-up
     Hook(
@@ -224,16 +178,10 @@ HOOKS: tuple[Hook, ...] = (
             "table. All of them verify N drafts at once, whose logits take more memory than any "
             "step served"
         ),
-        when=BASTION_WORKER,
     ),
-    Hook(
-        target="vllm.v1.worker.gpu.model_runner:GPUModelRunner._dummy_sampler_run",
-        wrapper="warm_up:dummy_sampler_run",
-        expects="(self, hidden_states)",
-        why="vLLM profiles logits of one row for each request, and a step that verifies has more",
-        when=BASTION_WORKER,
-    ),
-    # gated delta layers
+)
+# Installed in a worker whose target has gated delta layers, too.
+GATED_DELTA_HOOKS = (
     Hook(
         target="vllm.model_executor.layers.mamba.abstract:MambaBase.get_kv_cache_spec",
         wrapper="gated_delta:get_kv_cache_spec",
@@ -241,21 +189,18 @@ HOOKS: tuple[Hook, ...] = (
         why=(
             "it allocates a state for each of N draft tokens, and N more inputs of the convolution"
         ),
-        when=GATED_DELTA_WORKER,
     ),
     Hook(
         target="vllm.platforms.interface:Platform._align_hybrid_block_size",
         wrapper="gated_delta:align_block_size",
         expects="(cls, vllm_config, backend_cls)",
         why="it makes attention's pages as large as a state with N more inputs",
-        when=GATED_DELTA_WORKER,
     ),
     Hook(
         target="vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_cpu_gdn_attention_nonspec",
         wrapper="gated_delta:cpu_gdn_attention",
         expects="(layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out)",
         why="with one state per request it only serves rows without drafts",
-        when=GATED_DELTA_WORKER,
     ),
     Hook(
         target=(
@@ -264,7 +209,6 @@ HOOKS: tuple[Hook, ...] = (
         wrapper="gated_delta:forward_core",
         expects="(self, mixed_qkv, b, a, core_attn_out)",
         why="it treats drafts as a chain, and stores a state after each of them",
-        when=GATED_DELTA_WORKER,
     ),
     Hook(
         target=(
@@ -273,6 +217,6 @@ HOOKS: tuple[Hook, ...] = (
         wrapper="gated_delta:can_use_fused_decode",
         expects="(self, attn_metadata)",
         why="it selects a kernel for up to 8 states per request that bypasses _forward_core",
-        when=GATED_DELTA_WORKER,
     ),
 )
+HOOKS: tuple[Hook, ...] = PLUGIN_HOOKS + WORKER_HOOKS + GATED_DELTA_HOOKS

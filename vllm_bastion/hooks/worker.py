@@ -10,21 +10,26 @@ from vllm.config import set_current_vllm_config
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_bastion.config import settings_of
-from vllm_bastion.hooks.hook import BASTION_WORKER, GATED_DELTA_WORKER
-from vllm_bastion.hooks.table import HOOKS
+from vllm_bastion.hooks.table import GATED_DELTA_HOOKS, WORKER_HOOKS
 
 
 class BastionWorker(Worker):
     """vLLM's worker; the model runner that it builds gets our parts."""
 
     def init_device(self) -> None:
-        """Install the hooks inside the model runner, then build it.
+        """Install the hooks of a worker, then build the model runner.
+
+        Not before this class is imported: on a CPU the platform's own patches come first.
 
         Raises:
             HookError: a symbol of vLLM is missing or has changed.
         """
-        install_hooks(hybrid=self.model_config.is_hybrid)
+        for hook in (*WORKER_HOOKS, *(GATED_DELTA_HOOKS if self.model_config.is_hybrid else ())):
+            hook.install()
         super().init_device()
+        from vllm_bastion.hooks.model_runner import adopt
+
+        adopt(self.model_runner)
 
     def compile_or_warm_up_model(self) -> Any:
         """Compile our kernels before vLLM declares its warm-up over, and measure the step costs."""
@@ -75,17 +80,3 @@ class BastionWorker(Worker):
 
         with set_current_vllm_config(self.vllm_config):
             weights_changed(self.model_runner.get_model(), self.get_draft_model())
-
-
-def install_hooks(*, hybrid: bool) -> None:
-    """Wrap the functions of a worker; a second call does nothing.
-
-    Not before the worker's class is imported: on a CPU the platform's own patches come first.
-
-    Args:
-        hybrid: whether the target has gated delta layers.
-    """
-    places = {BASTION_WORKER} | ({GATED_DELTA_WORKER} if hybrid else set())
-    for hook in HOOKS:
-        if hook.when in places:
-            hook.install()

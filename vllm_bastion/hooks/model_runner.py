@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model runner of method "bastion", a subclass of vLLM's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.outputs import AsyncModelRunnerOutput
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
+
+from vllm_bastion.config import settings_of
+from vllm_bastion.engine.grammar import encode
+from vllm_bastion.engine.limits import max_verified_rows
+from vllm_bastion.engine.profile import head_input
+from vllm_bastion.engine.runtime import runtime_of
+from vllm_bastion.platform import current_host
+from vllm_bastion.policy.trees import Trees
+
+
+def adopt(runner: Any) -> None:
+    """Make the runner that vLLM's worker has built one of ours, before it loads a model.
+
+    vLLM's CPU worker has no method for a subclass to override here.
+    """
+    kind = type(runner)
+    runner.__class__ = type(f"Bastion{kind.__name__}", (BastionModelRunner, kind), {})
+    trees = runtime_of(runner.vllm_config).trees
+    runner.draft_tokens_handler = TreeDraftTokens(trees, runner.device)
+
+
+class TreeDraftTokens(DraftTokensHandler):
+    """vLLM's channel for draft tokens, with each token's parent encoded into it.
+
+    The engine core checks drafts against grammars, and does not know the drafts' parents.
+    """
+
+    def __init__(self, trees: Trees, device: torch.device | None) -> None:
+        super().__init__(device)
+        self._trees = trees
+
+    def set_draft_tokens(self, input_batch: InputBatch, draft_tokens: torch.Tensor) -> None:
+        """draft_tokens: [R, N] int64."""
+        if input_batch.has_structured_output_reqs:
+            parents = self._trees.parents[input_batch.idx_mapping]
+            draft_tokens = encode(draft_tokens, parents[:, : draft_tokens.shape[1]])
+        super().set_draft_tokens(input_batch, draft_tokens)
+
+
+class BastionModelRunner(GPUModelRunner):
+    """vLLM's model runner, whose steps have trees."""
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Pass on what the scheduler knows, and store deferred rows before blocks are copied.
+
+        vLLM copies whole blocks, in which rows of the drafter may be missing until then.
+        """
+        runtime = runtime_of(self.vllm_config)
+        runtime.scheduled = None if kwargs.get("dummy_run") else scheduler_output
+        try:
+            if scheduler_output.kv_cache_block_copies and runtime.deferred is not None:
+                runtime.deferred.flush()
+            return super().execute_model(scheduler_output, *args, **kwargs)
+        finally:
+            runtime.scheduled = None
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Attach counts for the scheduler to the step's output, see `hooks.scheduler`."""
+        manager, computed = self.adaptive_verification, self.execute_model_state is not None
+        output = super().sample_tokens(self._rows_in_use(grammar_output))
+        if computed and manager is not None and isinstance(output, AsyncModelRunnerOutput):
+            return manager.counted(output)
+        return output
+
+    def _rows_in_use(self, grammar_output: Any) -> Any:
+        """As many bitmask rows per request as its largest tree needs, if each came with N + 1.
+
+        vLLM 0.33's warm-up sends N + 1 equal rows, or fewer where `warm_up_kernels` drafts less.
+        """
+        if grammar_output is None:
+            return None
+        mask, names = grammar_output.grammar_bitmask, grammar_output.structured_output_request_ids
+        if len(mask) != len(names) * self.decode_query_len:
+            return grammar_output
+        most = settings_of(self.vllm_config).max_grammar_tokens
+        rows = np.minimum(np.arange(most + 1), self.decode_query_len - 1)
+        used = mask.reshape(len(names), self.decode_query_len, -1)[:, rows]
+        return replace(grammar_output, grammar_bitmask=used.reshape(-1, mask.shape[1]))
+
+    def _set_active_loras(
+        self,
+        prompt_lora_mapping: tuple[int, ...],
+        token_lora_mapping: tuple[int, ...],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Map a trimmed step's own rows and logits instead of the scheduled ones."""
+        layout = self._layout(runtime_of(self.vllm_config).scheduled)
+        if layout is not None:
+            adapters = np.asarray(prompt_lora_mapping)  # one for each request
+            num_rows, num_logits = layout
+            token_lora_mapping = tuple(adapters.repeat(num_rows).tolist())
+            prompt_lora_mapping = tuple(adapters.repeat(num_logits).tolist())
+        super()._set_active_loras(prompt_lora_mapping, token_lora_mapping, *args, **kwargs)
+
+    def _layout(self, scheduled: Any) -> tuple[np.ndarray, np.ndarray] | None:
+        """Rows and logits of each request of a step with drafts; None if vLLM's own are right."""
+        drafts = {} if scheduled is None else scheduled.scheduled_spec_decode_tokens
+        if not drafts:
+            return None
+        if self.adaptive_verification is not None:
+            layout: tuple[np.ndarray, np.ndarray] = self.adaptive_verification.layout
+            return layout
+        # A step of warm-up verifies all scheduled nodes.
+        rows, count = len(next(iter(drafts.values()))) + 1, len(drafts)
+        if scheduled.total_num_scheduled_tokens != rows * count:
+            return None
+        return np.full(count, rows), np.full(count, rows)
+
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
+        """vLLM's run, then the logits of the largest step: the sampler copies them to float32.
+
+        vLLM's has one row for each request. A CPU engine does not derive its cache from what is in
+        use.
+        """
+        super()._dummy_sampler_run(hidden_states)
+        if not current_host().runs_ahead:
+            return
+        logits = self.model.compute_logits(head_input(self, max_verified_rows(self.vllm_config)))
+        torch.empty_like(logits, dtype=torch.float32)
