@@ -35,8 +35,6 @@ class Step:
     verifies: bool = False
     # What it ends with.
     arm: Arm = Arm.TREE
-    # Most draft tokens that its replies can still use; None where the host does not know.
-    longest_ngram: int | None = None
 
     @property
     def drafts(self) -> bool:

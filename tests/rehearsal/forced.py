@@ -61,16 +61,14 @@ class Steps:
         Gate.choose = chosen
 
     def _size(self) -> None:
-        """A step verifies `NODES` nodes a request, as evenly as the host's split."""
-        from vllm_bastion.engine.budget import TreeBudgetManager
-        from vllm_bastion.engine.scores import even_split
+        """A step verifies `NODES` nodes a request."""
+        from vllm_bastion.engine.budget import TreeBudgetManager, in_order
 
         choose, take = TreeBudgetManager._choose, TreeBudgetManager._take_best
 
         def chosen(manager: Any, most: int) -> np.ndarray:
             choose(manager, most)
-            total = min(NODES * np.count_nonzero(manager._limits), most)
-            return even_split(int(total), manager._limits)
+            return in_order(most, np.minimum(manager._limits, NODES))
 
         def taken(manager: Any, slots: Any, total: int, cu_num_logits: Any) -> None:
             take(manager, slots, total, cu_num_logits)

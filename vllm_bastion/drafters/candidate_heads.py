@@ -27,7 +27,7 @@ class BastionDFlash2(BastionSpeculator, DFlash2Speculator):
         block = num_reqs, self.num_speculative_steps, -1
         candidates = candidates.view(block)
         scores = self._score_candidates(candidates, logits.view(block), hidden_states.view(block))
-        self.trees.grow_transitions(candidates, scores, self.runtime.step.longest_ngram)
+        self.trees.grow_transitions(candidates, scores)
 
 
 class BastionLiLiCorr(BastionDFlash2, LiLiCorrSpeculator):

@@ -273,8 +273,7 @@ class BastionSpeculator(DFlashSpeculator):
             self.trees.rank(logits, first, slice_.org_vocab_start_index, _all_gather)
             del logits  # before the next part's logits are computed
         depth = len(hidden_states) // num_reqs
-        offsets, longest = self.model.draft_id_to_target_id, self.runtime.step.longest_ngram
-        self.trees.grow_ranked(num_reqs, depth, offsets, longest)
+        self.trees.grow_ranked(num_reqs, depth, self.model.draft_id_to_target_id)
 
     @torch.inference_mode()
     def propose(
@@ -324,7 +323,7 @@ class BastionSpeculator(DFlashSpeculator):
             if not step.drafts:
                 self._keep(step, input_batch, slot_mappings, hidden, num_sampled, num_rejected)
                 if step.grows:
-                    self._ngram_graphs.grow(num_reqs, step.longest_ngram)
+                    self._ngram_graphs.grow(num_reqs)
                 return tokens
             if runtime.deferred is not None:
                 runtime.deferred.flush()

@@ -55,5 +55,4 @@ class BastionDSpark(BastionSpeculator, DSparkSpeculator):
         scores = torch.baddbmm(
             values[:, None], embeds, weight.mT, alpha=model.logits_processor.scale
         )
-        scores = scores.view(num_reqs, depth, count, count)
-        self.trees.grow_transitions(candidates, scores, self.runtime.step.longest_ngram)
+        self.trees.grow_transitions(candidates, scores.view(num_reqs, depth, count, count))

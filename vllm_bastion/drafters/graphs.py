@@ -36,13 +36,13 @@ class NgramGraphs(CudaGraphManager):
             "Capturing n-gram CUDA graphs",
         )
 
-    def grow(self, num_reqs: int, longest: int | None) -> None:
+    def grow(self, num_reqs: int) -> None:
         """Build the trees of a batch, without a graph where there is none."""
         graph = self.dispatch(num_reqs, num_reqs, 1, 0)
         if graph.cg_mode == CUDAGraphMode.FULL:
             self.run_fullgraph(graph)
         else:
-            self._trees.grow_ngram(num_reqs, longest)
+            self._trees.grow_ngram(num_reqs)
 
 
 class InputGraphs(CudaGraphManager):

@@ -18,7 +18,9 @@ _MAX_INPUT_BLOCK = 256  # of vLLM's `prepare_dflash_inputs`
 def warm_up(draft: Any) -> None:
     """Compile the kernels of a `BastionSpeculator`: first request, accepted path, n-gram draft."""
     _warm_up_inputs(draft)
-    draft.trees.warm_up()
+    if draft.trees.ngram is not None:
+        draft.trees.bind_rows()
+        draft.trees.grow_ngram(1)
     one = draft._context_layout[:1].zero_()
     two = torch.zeros(2, dtype=torch.int32, device=draft.device)
     positions, rejected = draft._accepted_positions, draft._context_rejected[:1]

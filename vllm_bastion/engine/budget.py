@@ -37,7 +37,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from bastion_kernels import take_best
 from vllm_bastion.attached import StepReport
 from vllm_bastion.engine.runtime import Runtime
-from vllm_bastion.engine.scores import EarlierScores, even_split
+from vllm_bastion.engine.scores import EarlierScores
 from vllm_bastion.platform import current_host
 from vllm_bastion.policy.cost import Estimator
 from vllm_bastion.scheduler.gate import Arm, size_class
@@ -184,9 +184,8 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         most = min(self.max_total_logits - count * self.num_bonus_tokens, self.max_rows - rows)
         most = max(0, most)
         if self.trees.budget is not None:
-            self._num_verify = np.minimum(self._limits, self.trees.budget).astype(np.int32)
-            if self._num_verify.sum() > most:
-                self._num_verify = even_split(most, self._num_verify)
+            wanted = np.minimum(self._limits, self.trees.budget).astype(np.int32)
+            self._num_verify = in_order(most, wanted)
         elif self._limits.any():
             self._num_verify = self._choose(most)
         else:
@@ -197,7 +196,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         return self._num_nodes + rows
 
     def _choose(self, most: int) -> np.ndarray:
-        """N* of every request, [R] int32. Lagged, only the sum counts, and the split is even."""
+        """N* of every request, [R] int32. Lagged, only the sum counts: the device shares it out."""
         width = int(self._limits.max())
         scores = self._path_scores(self._slots, width)
         scores[np.arange(width) >= self._limits[:, None]] = -1.0
@@ -210,7 +209,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         self._expected = float(expected[total]) - emitting
         self._remember(total)
         if self.lagged:
-            return even_split(total, self._limits)
+            return in_order(total, self._limits)
         # As many of the best as were chosen. Of equal scores, the first requests' win.
         chosen = np.argsort(-scores, axis=None, kind="stable")[:total]
         counts = np.bincount(chosen // width, minlength=emitting)
@@ -348,3 +347,11 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         """Compile the op that chooses the nodes."""
         if self.lagged:
             self._take_best(self.trees.step_slots[:1], 0, self._scratch.new_empty(2))
+
+
+def in_order(total: int, limits: np.ndarray) -> np.ndarray:
+    """Share `total` out to the first requests, each up to its limit.
+
+    limits: [R] int32. Returns [R] int32.
+    """
+    return np.clip(total - (np.cumsum(limits) - limits), 0, limits).astype(np.int32)

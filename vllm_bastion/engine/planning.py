@@ -71,8 +71,10 @@ def decide_again(
     last = int(remaining.max(initial=0))
     if last <= 1:
         return replace(step, arm=Arm.PLAIN)
-    step = replace(step, longest_ngram=last - 1)
-    if ngram is None or runtime.trees.chains:
+    if ngram is None:
+        return step
+    ngram.longest = last - 1
+    if runtime.trees.chains:
         return step
     expected = ngram.expected(slots, runtime.trees.node_limits_host[slots])
     if step.arm == Arm.NGRAM:

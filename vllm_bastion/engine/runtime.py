@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 from weakref import ReferenceType
 
 import numpy as np
@@ -22,18 +22,6 @@ from vllm_bastion.policy.trees import Trees
 from vllm_bastion.step import Step
 
 
-class StepBudget(Protocol):
-    """The part of the verification manager that other adapters use."""
-
-    @property
-    def drafts(self) -> np.ndarray:
-        """[R] int32, most nodes that each row of the step may have on the device."""
-
-    @property
-    def has_trees(self) -> bool:
-        """Whether the step may verify trees."""
-
-
 @dataclass
 class Runtime:
     """State of one worker's adapters. Made with the speculator, which vLLM builds first."""
@@ -41,8 +29,8 @@ class Runtime:
     trees: Trees
     # None until the first step, and if no row of the drafter's context may wait.
     deferred: DeferredContext | None = None
-    # None until the KV cache exists.
-    manager: StepBudget | None = None
+    # The `TreeBudgetManager`; None until the KV cache exists.
+    manager: Any = None
     # The target's graphs, which own the hidden states of their steps. vLLM must be able to drop
     # those of its memory profile.
     target_graphs: ReferenceType[ModelCudaGraphManager] | None = None

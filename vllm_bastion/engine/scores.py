@@ -72,28 +72,3 @@ class EarlierScores:
         scores = np.exp(log_rho.astype(np.float64))
         self._scores[slots[slots >= 0]] = scores
         self._mean += _WEIGHT * (scores.mean(axis=0) - self._mean)
-
-
-def even_split(total: int, limits: np.ndarray) -> np.ndarray:
-    """Share `total` out as evenly as `limits` allow.
-
-    limits: [R] integers, the most of each. Returns [R] integers.
-    """
-    total, count = max(total, 0), len(limits)
-    if total >= limits.sum():
-        return limits.copy()
-    level, rest = divmod(total, count)
-    if level < limits.min():  # the usual case: no limit is reached
-        shares = np.full(count, level, dtype=limits.dtype)
-        shares[:rest] += 1
-        return shares
-    ascending = np.sort(limits)
-    # If each limit were the common level: the requests that reach it, and what the others get.
-    above = np.arange(count, 0, -1)
-    below = np.cumsum(ascending) - ascending
-    i = int(np.argmax(below + ascending * above > total))
-    level, rest = divmod(total - int(below[i]), int(above[i]))
-    shares = np.minimum(limits, level)
-    # If less than one each is left, the first rows get it.
-    shares[np.flatnonzero(limits > level)[:rest]] += 1
-    return shares

@@ -56,7 +56,7 @@ class BastionModelState(DefaultModelState):
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         super().add_request(req_index, new_req_data)
         nodes = request_budget(new_req_data.sampling_params, self.trees.num_nodes)
-        self.trees.set_node_limit(req_index, nodes)
+        self.trees.node_limits_host[req_index] = nodes
         if self.trees.ngram is not None:
             self.trees.ngram.restart(req_index)
 

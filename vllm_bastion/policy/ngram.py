@@ -48,6 +48,8 @@ class NgramDrafts:
         self._arrived = zeros(1)
         self._depths = np.arange(depth)
         self._is_found = False  # whether `find` has found the drafts of the next `mix`
+        # Most tokens of the next drafts, if replies can use no more; None: `depth`.
+        self.longest: int | None = None
         # By row of the batch.
         self.tokens, self.places = zeros(slots, depth), zeros(slots, depth)
         self.rows = zeros(0, dtype=torch.float32)
@@ -98,7 +100,6 @@ class NgramDrafts:
         tokens: torch.Tensor,
         logprobs: torch.Tensor,
         expected: torch.Tensor,
-        longest: int | None = None,
     ) -> NgramRows:
         """Find the n-gram drafts of a batch, and mix them into its candidates.
 
@@ -106,10 +107,10 @@ class NgramDrafts:
             slots: [R] int64 request slots.
             tokens, logprobs: see `Trees.grow_candidates`; D may be 0.
             expected: [S], written: expected accepted tokens of each n-gram draft.
-            longest: most tokens of an n-gram draft, if fewer than a tree is deep.
         """
         reqs, width = len(slots), tokens.shape[2]
-        depth = self.depth if longest is None else min(self.depth, max(longest, tokens.shape[1], 1))
+        longest = self.depth if self.longest is None else self.longest
+        depth = min(self.depth, max(longest, tokens.shape[1], 1))
         size = len(self.lengths) * self.depth * (width + 1)
         if len(self.rows) < size:  # in vLLM's profiling run, so that its memory is counted
             self.rows = torch.zeros(size, device=self.lengths.device)

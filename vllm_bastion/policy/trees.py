@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from bastion_kernels import (
-    NgramRows,
     ancestor_bits,
     bind_slots,
     expand_best_first,
@@ -115,10 +114,6 @@ class Trees:
         self.top_tokens = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self.top_logprobs = torch.zeros(shape, device=self.device)
 
-    def set_node_limit(self, slot: int, nodes: int) -> None:
-        """Verify no more than `nodes` nodes of the request that takes `slot`."""
-        self.node_limits_host[slot] = nodes
-
     # ---- end of step t: the drafter's logits become trees -------------------------------
 
     def bind_rows(self, idx_mapping: torch.Tensor | None = None) -> None:
@@ -153,18 +148,13 @@ class Trees:
             merge_topk(keys, mass.contiguous(), *best)
 
     def grow_ranked(
-        self,
-        num_reqs: int,
-        depth: int,
-        draft_id_to_target_id: torch.Tensor | None = None,
-        longest_ngram: int | None = None,
+        self, num_reqs: int, depth: int, draft_id_to_target_id: torch.Tensor | None = None
     ) -> None:
         """Build the trees of a batch after `rank` has ranked `depth` rows of each request.
 
         Args:
             draft_id_to_target_id: [drafter's V] int64, if the drafter's vocabulary is a subset of
                 the target's: the offset from a draft token id to the target's ("d2t").
-            longest_ngram: see `grow_candidates`.
         """
         tokens, logprobs = (
             top.view(-1, self.top_k)[: num_reqs * depth].view(num_reqs, depth, self.top_k)
@@ -172,11 +162,9 @@ class Trees:
         )
         if draft_id_to_target_id is not None:
             tokens += draft_id_to_target_id[tokens.long()].to(torch.int32)
-        self.grow_candidates(tokens, logprobs[:, :, None], longest_ngram)
+        self.grow_candidates(tokens, logprobs[:, :, None])
 
-    def grow_transitions(
-        self, candidates: torch.Tensor, scores: torch.Tensor, longest_ngram: int | None = None
-    ) -> None:
+    def grow_transitions(self, candidates: torch.Tensor, scores: torch.Tensor) -> None:
         """Build the trees of a batch from transition scores. Runs inside the drafter's graph.
 
         Args:
@@ -186,14 +174,15 @@ class Trees:
                 distribution that the parent's next token is drawn from.
         """
         logprobs = scores.float().log_softmax(-1)
-        self.grow_candidates(candidates.to(torch.int32), logprobs, longest_ngram)
+        self.grow_candidates(candidates.to(torch.int32), logprobs)
 
-    def grow_candidates(
-        self,
-        tokens: torch.Tensor,
-        logprobs: torch.Tensor,
-        longest_ngram: int | None = None,
-    ) -> None:
+    def grow_ngram(self, num_reqs: int) -> None:
+        """Build the trees of a batch from n-gram drafts only: the drafter has no candidates."""
+        self.grow_candidates(
+            self.top_tokens[:num_reqs, :0], self.top_logprobs[:num_reqs, :0, None]
+        )
+
+    def grow_candidates(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Build a batch's trees from its candidates' log-probabilities, in the drafter's graph.
 
         Every type of drafter ends here.
@@ -202,39 +191,12 @@ class Trees:
             tokens: [R, D, M] int32 candidates of each depth.
             logprobs: [R, D, P, M] fp32 of each candidate: P = 1, or P = M where they depend on the
                 token above, row p after candidate p of the depth above.
-            longest_ngram: most tokens of an n-gram draft that a reply can still use; None: all.
         """
         reqs = len(tokens)
         slots = self.row_slots[:reqs]
         ngram = None
         if self.ngram is not None:
-            ngram = self.ngram.mix(slots, tokens, logprobs, self.ngram_expected, longest_ngram)
-        self._expand(tokens, logprobs, ngram)
-
-    def grow_ngram(self, num_reqs: int, longest_ngram: int | None = None) -> None:
-        """Build the trees of a batch from n-gram drafts only, see `grow_candidates`."""
-        assert self.ngram is not None
-        tokens, logprobs = self.top_tokens[:num_reqs, :0], self.top_logprobs[:num_reqs, :0, None]
-        slots = self.row_slots[:num_reqs]
-        ngram = self.ngram.mix(slots, tokens, logprobs, self.ngram_expected, longest_ngram)
-        self._expand(tokens, logprobs, ngram)
-
-    def warm_up(self) -> None:
-        """Compile the ops of n-gram drafts that no draft runs."""
-        if self.ngram is None:
-            return
-        self.bind_rows()
-        self.grow_ngram(1)
-
-    def _expand(
-        self,
-        tokens: torch.Tensor,
-        logprobs: torch.Tensor,
-        ngram: NgramRows | None,
-    ) -> None:
-        """Grow the trees of `bind_rows`' batch."""
-        reqs = len(tokens)
-        slots = self.row_slots[:reqs]
+            ngram = self.ngram.mix(slots, tokens, logprobs, self.ngram_expected)
         expand_best_first(
             tokens,
             logprobs,
