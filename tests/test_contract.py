@@ -144,7 +144,7 @@ def test_every_version_in_the_range_has_its_module() -> None:
 
 
 def test_capabilities_are_those_of_the_installed_vllm() -> None:
-    """Each is found here the hard way, so that a module of `versions` cannot be wrong about it."""
+    """Each is found here the hard way, so that `versions` cannot be wrong about it."""
     bitmask = inspect.unwrap(StructuredOutputManager.grammar_bitmask)
     worker = importlib.import_module("vllm.v1.worker.gpu_worker")
     gumbel = importlib.import_module("vllm.v1.worker.gpu.sample.gumbel")
