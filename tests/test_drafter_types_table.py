@@ -198,11 +198,3 @@ def test_a_domino_drafter_in_the_speculators_librarys_layouts_is_refused(
     settings = {"speculators_model_type": method, "projector_type": projector, "block_size": 6}
     drafter = speculators_drafter(tmp_path / "drafter", pair[1], 6, **settings)
     is_refused((pair[0], drafter), drafter, "is a Domino drafter", DRAFTER_NAMES)
-
-
-@pytest.mark.parametrize("named", [{"model_type": "foo"}, {"speculators_model_type": "foo"}])
-def test_a_type_that_vllm_cannot_read_is_named(
-    named: dict[str, Any], pair: tuple[str, str], tmp_path: Path
-) -> None:
-    drafter = speculators_drafter(tmp_path / "drafter", pair[1], 5, **named)
-    is_refused((pair[0], drafter), drafter, "is of type foo", DRAFTER_NAMES)

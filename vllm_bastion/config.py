@@ -42,7 +42,7 @@ _MAX_GRAMMAR_NODES = 16
 NGRAM_DEPTH = 31
 
 
-@config
+@config(repr=False)
 class BastionSpeculativeConfig(SpeculativeConfig):
     """vLLM's speculative configuration with the settings of method "bastion"."""
 
@@ -62,10 +62,9 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     """What a step costs by its rows; leave as is. profile: as vLLM's own passes were timed at the
     start. The paper's estimators: static (a calibrated roofline), ema (a bare one, corrected in
     service), ema_calib (both)."""
-    bastion_drafter_weights: Literal["auto", "checkpoint", "fp8"] = "auto"
+    bastion_drafter_weights: Literal["auto", "checkpoint"] = "auto"
     """auto: int8 on a CPU that multiplies it (AVX-512 BF16 and VNNI) for a bf16 model, else
-    unchanged. checkpoint: unchanged. fp8: the layers' weights in fp8 on a GPU, as with vLLM's
-    `quantization`."""
+    unchanged. checkpoint: unchanged."""
 
     bastion_gamma: int = Field(default=0, init=False)
     """Drafted depth, block_size - 1 of the drafter; read from its checkpoint, not a setting."""
@@ -137,14 +136,6 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     def max_grammar_tokens(self) -> int:
         """Most draft tokens of a request with a grammar: each is a bitmask row of V / 8 bytes."""
         return min(_MAX_GRAMMAR_NODES, self.num_speculative_tokens)
-
-    def __repr__(self) -> str:
-        # vLLM logs its configuration: the generated repr would print both models' configs in full.
-        return (
-            f"BastionSpeculativeConfig(model={self.model!r}, nodes={self.num_speculative_tokens}, "
-            f"gamma={self.bastion_gamma}, budget={self.bastion_budget!r}, "
-            f"top_k={self.bastion_top_k}, lookup={self.bastion_lookup})"
-        )
 
 
 def bastion_config(vllm_config: Any) -> BastionSpeculativeConfig | None:

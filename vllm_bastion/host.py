@@ -36,14 +36,6 @@ class Host:
 
     # ---- what the host can serve --------------------------------------------------------
 
-    def refusal(self) -> str | None:
-        """Why method "bastion" cannot run here, in one sentence; None if it can."""
-        from vllm.triton_utils import HAS_TRITON
-
-        if HAS_TRITON:
-            return None
-        return 'method "bastion" needs Triton, which vLLM could not use on this host'
-
     def serves_gated_delta(self) -> bool:
         """Whether gated delta layers can verify trees."""
         from vllm.platforms import current_platform

@@ -8,8 +8,6 @@ and their INFO records are dropped. So all loggers of this package are children 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 
 def init_logger(module: str) -> logging.Logger:
@@ -19,26 +17,6 @@ def init_logger(module: str) -> logging.Logger:
         module: the caller's `__name__`.
     """
     return logging.getLogger("vllm.bastion" + module.removeprefix("vllm_bastion"))
-
-
-@contextmanager
-def leaving_out(name: str, beginning: str) -> Iterator[None]:
-    """Drop messages of one of vLLM's loggers meanwhile, which are wrong for method "bastion".
-
-    Args:
-        name: the logger's name.
-        beginning: how the messages begin.
-    """
-
-    def is_right(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(beginning)
-
-    logger = logging.getLogger(name)
-    logger.addFilter(is_right)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_right)
 
 
 def quiet() -> None:

@@ -21,9 +21,6 @@ class CpuHost(Host):
 
     # ---- what the host can serve --------------------------------------------------------
 
-    def refusal(self) -> str | None:
-        return None  # CPU replacements stand in for Triton
-
     def serves_float8_products(self) -> bool:
         return False
 

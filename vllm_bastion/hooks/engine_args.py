@@ -12,9 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_bastion import compat
-from vllm_bastion.logger import init_logger, leaving_out
-
-logger = init_logger(__name__)
 
 METHOD = "bastion"
 
@@ -74,11 +71,9 @@ def create_speculative_config(
     keys, target = _merged(self), target_model_config
     arguments.check_keys(keys)
     arguments.check_options(self, keys)
-    arguments.resolve_quantization(keys)
     models.check_target(target)
     drafter = _drafter_config(keys, target)
     models.check_drafter(drafter, keys, target)
-    models.check_hidden_states(target)
     drafter_type = drafter_type_of(architectures_of(drafter))
     assert drafter_type is not None
     if "num_speculative_tokens" not in keys:
@@ -89,16 +84,6 @@ def create_speculative_config(
             most = rows // requests - 1 if rows and requests else _NODES_WITH_ADAPTERS
             nodes = max(min(nodes, most), 1)
         keys["num_speculative_tokens"] = nodes
-    # vLLM may raise it in the config that it loads the drafter with.
-    positions = getattr(drafter, "max_position_embeddings", None) or target.max_model_len
-    if positions < target.max_model_len:
-        logger.warning(
-            'The drafter "%s" was trained for at most %d tokens, and max_model_len is %d. Expect '
-            "few accepted tokens beyond; the output stays right",
-            keys["model"],
-            positions,
-            target.max_model_len,
-        )
     return BastionSpeculativeConfig(
         **(keys | {"method": drafter_type.method}),
         target_model_config=target,
@@ -114,19 +99,13 @@ def _drafter_config(keys: dict[str, Any], target_model_config: Any) -> Any:
     from vllm_bastion.validate import models
 
     name, revision = keys["model"], keys.get("revision")
-    written = get_hf_file_to_dict("config.json", name, revision) or {}
-    models.check_type(written, name)
-    try:
-        config = get_config(
-            name,
-            trust_remote_code=target_model_config.trust_remote_code,
-            revision=revision,
-            code_revision=keys.get("code_revision"),
-        )
-    except ValueError as error:
-        if written:  # of a type that vLLM does not have
-            raise models.unknown_type(written, name) from error
-        raise
+    models.check_type(get_hf_file_to_dict("config.json", name, revision) or {}, name)
+    config = get_config(
+        name,
+        trust_remote_code=target_model_config.trust_remote_code,
+        revision=revision,
+        code_revision=keys.get("code_revision"),
+    )
     restore_settings(config, name, revision)
     return config
 
@@ -164,9 +143,7 @@ def _checked_config(
         if parallel.worker_cls == _CPU_WORKER and runs_on_replacement(vllm_config):
             parallel.worker_cls = "vllm_bastion.hooks.cpu_worker.ReplacementWorker"
         return vllm_config
-    # vLLM warns of a limit below 8192, which does not apply: no draft takes a step's tokens.
-    with leaving_out("vllm.config.vllm", "max_num_scheduled_tokens is set to"):
-        vllm_config = original(self, usage_context, headless)
+    vllm_config = original(self, usage_context, headless)
     from vllm_bastion.validate.engine import check_engine
 
     check_engine(vllm_config)

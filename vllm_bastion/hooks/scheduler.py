@@ -31,7 +31,6 @@ from vllm_bastion.hooks.slots import (
     wants_drafts,
 )
 from vllm_bastion.hooks.telemetry import collect, log_whole_run, send
-from vllm_bastion.logger import leaving_out
 from vllm_bastion.scheduler.gate import Arm, Gate
 from vllm_bastion.scheduler.state import Choice, LastStep, SchedulerState
 
@@ -62,9 +61,7 @@ class TreeScheduler(GrammarScheduler):
     """What both schedulers have in common."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # What vLLM warns of costs no acceptance here, see `use_eagle_block_drop`.
-        with leaving_out("vllm.v1.core.sched.scheduler", "EAGLE trailing prefix-cache block"):
-            super().__init__(*args, **kwargs)
+        super().__init__(*args, **kwargs)
         self.state = SchedulerState(Gate(_arms(self, self.settings)))
 
     def add_request(self, request: Any) -> None:

@@ -45,8 +45,6 @@ _REASONS = {
     "pipeline_parallel_size": "only the last stage knows how many nodes a step verifies, and which "
     "of them it accepts",
 }
-# Keys of earlier versions, and why they left.
-_LEFT = {"bastion_calibration": "each start measures its step costs, and no file holds them"}
 # Options of EngineArgs that a tree cannot serve -> the value that switches them off.
 _OPTIONS_OFF: dict[str, Any] = {
     "pipeline_parallel_size": 1,
@@ -66,8 +64,6 @@ def check_keys(keys: dict[str, Any]) -> None:
     """Check a speculative configuration, hyphens already replaced and nulls left out."""
     known = (*user_keys(), *standard_keys())
     for key, value in keys.items():
-        if key in _LEFT:
-            raise BastionConfigError(f'the key "{key}" has left ({_LEFT[key]}): remove it')
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(user_keys())}"
@@ -98,37 +94,22 @@ def _check_type(key: str, value: Any) -> None:
         raise BastionConfigError(f'"{key}": {value!r} should be {wanted}') from None
 
 
-def resolve_quantization(keys: dict[str, Any]) -> None:
-    """Make "bastion_drafter_weights": "fp8" vLLM's own key; refuse float8 where it has none."""
-    own, given = keys.get("bastion_drafter_weights"), keys.get("quantization")
-    if own == "fp8":
-        if given not in (None, "fp8"):
-            raise BastionConfigError(
-                f'"bastion_drafter_weights": "fp8" does not go with "quantization": {given!r}: '
-                "remove one of them"
-            )
-        keys["quantization"] = given = "fp8"
-    if isinstance(given, str) and "fp8" in given and not current_host().serves_float8_products():
-        key = "bastion_drafter_weights" if own == "fp8" else "quantization"
-        raise BastionConfigError(
-            f'"{key}": "{given}" needs a GPU; on a CPU a bf16 drafter multiplies in int8 already '
-            '("bastion_drafter_weights": "auto"): remove it'
-        )
-
-
 def check_options(engine_args: Any, keys: dict[str, Any]) -> None:
-    """Refuse options of vLLM's EngineArgs that do not go with trees, and hosts without them.
+    """Refuse options of vLLM's EngineArgs that do not go with trees.
 
     Runs before vLLM's own checks, which would refuse some of these for unrelated reasons.
     """
-    refusal = current_host().refusal()
-    if refusal is not None:
-        raise BastionConfigError(refusal)
     own = keys.get("draft_tensor_parallel_size")
     if own not in (None, engine_args.tensor_parallel_size):
         raise BastionConfigError(
             f'"draft_tensor_parallel_size": {own!r} does not work with method "{METHOD}", whose '
             f"drafter is split as the target is ({engine_args.tensor_parallel_size}): remove it"
+        )
+    quantization = str(keys.get("quantization"))
+    if "fp8" in quantization and not current_host().serves_float8_products():
+        raise BastionConfigError(
+            f'"quantization": "{quantization}" needs a GPU; on a CPU a bf16 drafter multiplies in '
+            'int8 already ("bastion_drafter_weights": "auto"): remove it'
         )
     for option, off in _OPTIONS_OFF.items():
         value = getattr(engine_args, option)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm import envs as vllm_envs
 
 from vllm_bastion.config import BastionSpeculativeConfig, settings_of
 from vllm_bastion.platform import current_host
@@ -49,11 +48,6 @@ def _check_attention(vllm_config: Any) -> None:
     if cache_dtype not in _CACHE_DTYPES:
         raise BastionConfigError(
             f'kv_cache_dtype "{cache_dtype}" {_DOES_NOT_WORK}: use "auto" or "fp8"'
-        )
-    if vllm_envs.VLLM_BATCH_INVARIANT:
-        raise BastionConfigError(
-            f"VLLM_BATCH_INVARIANT=1 {_DOES_NOT_WORK}, because how tree attention sums depends on "
-            "the batch: unset it"
         )
     backend = vllm_config.attention_config.backend
     if backend is not None and backend.name not in ("FLASH_ATTN", "CPU_ATTN"):

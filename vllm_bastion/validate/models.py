@@ -85,30 +85,11 @@ def check_target(model: Any) -> None:
         )
 
 
-def check_hidden_states(model: Any) -> None:
-    """Refuse a target whose class in vLLM does not give its layers' outputs to a drafter."""
-    from vllm.model_executor.models.interfaces import supports_eagle3
-
-    found, name = model.registry.resolve_model_cls(model.architectures, model)
-    if not supports_eagle3(found):
-        raise BastionConfigError(
-            f'the target "{model.model}" is a {name}, which in vLLM gives no drafter its hidden '
-            "states: no drafter of any kind works with it, so use another target, or drop "
-            "speculative_config"
-        )
-
-
 def check_type(written: dict[str, Any], name: str) -> None:
     """Refuse a drafter of a type that is refused by name; written: its config.json."""
     refused = refused_type(written)
     if refused is not None:
         raise _not_served(name, f"{refused} drafter")
-
-
-def unknown_type(written: dict[str, Any], name: str) -> BastionConfigError:
-    """The refusal of a drafter of a type that vLLM cannot read; written: its config.json."""
-    named = written.get("speculators_model_type") or written.get("model_type")
-    return _not_served(name, f"of type {named}")
 
 
 def _not_served(name: str, what: str) -> BastionConfigError:
