@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -117,23 +116,20 @@ def test_the_servers_metrics_are_whole(
     log = (tmp_path / "log").read_text()
     lines = re.findall(r"Engine 000: Bastion: .* nodes and .* accepted tokens per tree", log)
     assert bool(lines) == (not options), log[-3000:]
-    assert "does not fit the target" not in log and "was trained for at most" not in log
+    assert "does not fit the target" not in log
 
 
 @cpu_server
 def test_a_running_server_warns_of_its_drafter(runner: Runner, tmp_path: Path) -> None:
-    """One with random weights, which was trained for 64 tokens: a line each, and no more."""
+    """One with random weights: a line, and no more."""
     drafter = tmp_path / "random"
     write_random(Path(DRAFTER), drafter)
-    config = json.loads((drafter / "config.json").read_text())
-    (drafter / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
     keys = {**SPECULATIVE, "model": str(drafter), "bastion_budget": 8}
     with serving(tmp_path / "log", runner.caches, "--enforce-eager", speculative=keys) as server:
         ask_all(server, 96)
     log = (tmp_path / "log").read_text()
-    (fit,) = re.findall(r'drafter "(.*)" does not fit the target "(.*)": (\d+) trees', log)
-    assert fit[0] == str(drafter) and int(fit[2]) >= 128
-    assert log.count("was trained for at most 64 tokens, and max_model_len is") == 1
+    (trees,) = re.findall(r"drafter does not fit the target: (\d+) trees", log)
+    assert int(trees) >= 128
 
 
 @cpu_server

@@ -11,9 +11,9 @@ from registries import registered
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_bastion.telemetry.collector import GAIN, KEY, PERIOD, Collector, by_drafter
+from vllm_bastion.telemetry import collector as core
+from vllm_bastion.telemetry.collector import GAIN, KEY, PERIOD, TREES, Collector, by_drafter
 from vllm_bastion.telemetry.counts import Counts, StepRecord, add, from_plain, to_plain
-from vllm_bastion.telemetry.drafter_fit import TREES, DrafterFit
 from vllm_bastion.telemetry.text import interval_line
 
 
@@ -70,40 +70,43 @@ def test_sums_survive_msgpack_and_add_up() -> None:
         assert sent(total(records[:cut])) + sent(total(records[cut:])) == +total(records)
 
 
-def fit(clock: Clock) -> DrafterFit:
-    return DrafterFit("some/drafter", "some/target", clock)
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Warnings of the engine core."""
+    found: list[str] = []
+    monkeypatch.setattr(core.logger, "warning", lambda text, *args: found.append(text % args))
+    return found
 
 
-def test_a_drafter_that_does_not_fit_is_told_once_an_hour() -> None:
-    clock = Clock()
-    judge = fit(clock)
-    assert all(judge.observe(1, i == 3) is None for i in range(TREES - 1))
-    warning = judge.observe(1, 0)
-    assert warning is not None and f"{TREES} trees had 1 draft tokens" in warning
-    for words in ("some/drafter", "some/target", "chat template", "quantised", "target"):
-        assert words in warning
-    clock.now = 3599.0
-    assert judge.observe(TREES, 0) is None
-    clock.now = 3600.0
-    assert judge.observe(TREES, 0) is not None
+def test_a_drafter_that_does_not_fit_is_told_once(told: list[str]) -> None:
+    collector = Collector()
+    for i in range(TREES - 1):
+        collector.add(tree([8], [int(i == 3)]))
+    assert not told
+    collector.add(tree([8], [0]))
+    (warning,) = told
+    assert f"{TREES} trees had 1 draft tokens" in warning and "chat template" in warning
+    collector.add(tree([8] * TREES, [0] * TREES))
+    assert len(told) == 1
 
 
-def test_a_drafter_that_fits_is_not_told() -> None:
-    judge = fit(Clock())
-    assert all(judge.observe(4, 1) is None for _ in range(TREES))
+def test_a_drafter_that_fits_is_not_told(told: list[str]) -> None:
+    collector = Collector()
+    for _ in range(TREES):
+        collector.add(tree([8] * 4, [1, 0, 0, 0]))
     # One that fits may begin badly.
-    assert judge.observe(TREES - 1, 0) is None
-    assert judge.observe(1, TREES) is None
+    collector.add(tree([8] * (TREES - 1), [0] * (TREES - 1)))
+    collector.add(tree([TREES], [TREES]))
+    assert not told
 
 
-def test_ngram_drafts_carry_no_signal_about_the_drafter() -> None:
+def test_ngram_drafts_carry_no_signal_about_the_drafter(told: list[str]) -> None:
     ngrams = StepRecord(nodes=[6, 6], accepted=[6, 5], sources=[0, 12, 0, 0, 11, 0])
     both = StepRecord(nodes=[8], accepted=[4], sources=[4, 3, 1, 0, 3, 1])
     found = [by_drafter(one.nodes, one.accepted, one.sources) for one in (ngrams, both)]
     assert found == [(0, 0), (1, 1)]
     assert by_drafter([8, 3], [2, 0], ()) == (2, 2)
-    told: list[str] = []
-    collector = Collector(fit(Clock()), told.append)
+    collector = Collector()
     for _ in range(TREES):
         collector.add(ngrams)
         collector.add(StepRecord(nodes=[8], accepted=[3], sources=[5, 3, 0, 0, 3, 0]))
@@ -111,8 +114,8 @@ def test_ngram_drafts_carry_no_signal_about_the_drafter() -> None:
 
 
 def test_the_collector_hands_on_sums_now_and_then_and_loses_nothing() -> None:
-    clock, warnings = Clock(), []
-    collector = Collector(fit(clock), warnings.append, clock)
+    clock = Clock()
+    collector = Collector(clock)
     assert collector.due(idle=True) and collector.take(None) is None
     taken = []
     for i in range(100):
@@ -124,11 +127,7 @@ def test_the_collector_hands_on_sums_now_and_then_and_loses_nothing() -> None:
     assert sum(t["trees"] for t in taken) == 100
     assert sum(t["accepted_tokens"] for t in taken) == 200
     assert taken[-1][GAIN] == 1.5 and collector.whole()["nodes",] == 400
-    assert not warnings
-    # Trees are judged even if nothing is taken.
-    for _ in range(2):  # the first ends a window that began well
-        collector.add(tree([1] * TREES, [0] * TREES))
-    assert len(warnings) == 1
+    assert not collector.whole()
 
 
 def samples(registry: Any) -> dict[tuple[str, ...], float]:

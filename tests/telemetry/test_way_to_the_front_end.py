@@ -13,10 +13,12 @@ from registries import registered
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from tests.scheduler_core import call, new_core
 from vllm_bastion.attached import StepPlan, StepReport
-from vllm_bastion.hooks import telemetry
+from vllm_bastion.hooks import scheduler, telemetry
 from vllm_bastion.scheduler.gate import Arm, Gate
 from vllm_bastion.scheduler.state import SchedulerState
+from vllm_bastion.telemetry import collector
 from vllm_bastion.telemetry.collector import GAIN
 from vllm_bastion.telemetry.counts import Counts, from_plain
 
@@ -24,12 +26,9 @@ from vllm_bastion.telemetry.counts import Counts, from_plain
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lines and warnings that the engine core logs."""
-    model = SimpleNamespace(model="m")
-    config = SimpleNamespace(draft_model_config=model, target_model_config=model, bastion_top_k=8)
-    monkeypatch.setattr(telemetry, "settings_of", lambda vllm_config: config)
     lines: list[str] = []
-    monkeypatch.setattr(telemetry.logger, "warning", lines.append)
-    monkeypatch.setattr(telemetry.logger, "info", lines.append)
+    monkeypatch.setattr(collector.logger, "warning", lambda text, *_: lines.append(text))
+    monkeypatch.setattr(scheduler.logger, "info", lines.append)
     return lines
 
 
@@ -37,10 +36,9 @@ class Core:
     """A scheduler that runs requests 0, 1, ..., and what its front end has."""
 
     def __init__(self, requests: int) -> None:
-        self.state = SchedulerState(Gate((Arm.PLAIN, Arm.TREE)))
-        self.scheduler = SimpleNamespace(
-            vllm_config=None, running=list(range(requests)), max_model_len=4096, requests={}
-        )
+        self.scheduler = new_core()
+        self.scheduler.running = list(range(requests))
+        self.scheduler.state = SchedulerState(Gate((Arm.PLAIN, Arm.TREE)))
         self.registry, self.metrics = registered({0: ["m", "0"]})
         self.sums, self.logged = 0, Counts()
 
@@ -50,7 +48,8 @@ class Core:
         StepPlan(reason="fastest").attach(scheduled)
         report = StepReport(verified, expected=0.5 * sum(verified.values()))
         outputs = self.outputs(tokens)
-        telemetry.collect(self.scheduler, self.state, scheduled, report, outputs)
+        record = telemetry.record_of(self.scheduler, scheduled, report, outputs)
+        self.scheduler.state.collector.add(record)
         self.send(outputs)
 
     def outputs(self, tokens: dict[str, int]) -> dict[int, Any]:
@@ -60,7 +59,7 @@ class Core:
 
     def send(self, outputs: dict[int, Any]) -> None:
         """What follows a step, also an empty one."""
-        telemetry.send(self.scheduler, self.state, outputs)
+        telemetry.send(self.scheduler, outputs)
         stats = MsgpackDecoder(SchedulerStats).decode(
             MsgpackEncoder().encode(outputs[0].scheduler_stats)
         )
@@ -128,12 +127,12 @@ def test_counts_arrive_when_the_last_request_is_aborted(said: list[str]) -> None
 
 def test_an_engine_core_that_ends_says_once_what_the_run_drafted(said: list[str]) -> None:
     core = Core(1)
-    telemetry.log_whole_run(core.state)
+    call(core.scheduler, "shutdown", lambda: None)
     assert not said, "nothing was decoded"
     for _ in range(4):
         core.step({"0": 8, "1": 8}, {"0": 4, "1": 3})
     for _ in range(2):
-        telemetry.log_whole_run(core.state)
+        call(core.scheduler, "shutdown", lambda: None)
     (line,) = said
     assert line == (
         "Bastion, the whole run: 8.0 nodes and 2.50 accepted tokens per tree; "

@@ -30,9 +30,13 @@ from vllm_bastion.hooks.slots import (
     waiting,
     wants_drafts,
 )
-from vllm_bastion.hooks.telemetry import collect, log_whole_run, send
+from vllm_bastion.hooks.telemetry import record_of, send
+from vllm_bastion.logger import init_logger
 from vllm_bastion.scheduler.gate import Arm, Gate
 from vllm_bastion.scheduler.state import Choice, LastStep, SchedulerState
+from vllm_bastion.telemetry.text import interval_line
+
+logger = init_logger(__name__)
 
 # Steps for which requests that did not come in are believed to wait for the KV cache.
 _BLOCKED_FOR = 32
@@ -107,7 +111,7 @@ class TreeScheduler(GrammarScheduler):
             report = StepReport.of(model_runner_output)
         if report is None:
             outputs = super().update_from_output(scheduler_output, model_runner_output)
-            send(self, self.state, outputs)
+            send(self, outputs)
             return outputs
         verified = report.num_verified
         # Nodes that a grammar rejected before verification are already counted.
@@ -119,8 +123,8 @@ class TreeScheduler(GrammarScheduler):
         _observe(self.state, scheduler_output, model_runner_output, perf_counter())
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if envs.telemetry():
-            collect(self, self.state, scheduler_output, report, outputs)
-            send(self, self.state, outputs)
+            self.state.collector.add(record_of(self, scheduler_output, report, outputs))
+            send(self, outputs)
         return outputs
 
     def _handle_stopped_request(self, request: Any) -> bool:
@@ -162,8 +166,10 @@ class TreeScheduler(GrammarScheduler):
         return output
 
     def shutdown(self) -> None:
-        """Log what the whole run drafted."""
-        log_whole_run(self.state)
+        """Log what the whole run drafted, or why it did not: offline there is no periodic line."""
+        line = interval_line(self.state.collector.whole(), None, "Bastion, the whole run")
+        if line is not None:
+            logger.info(line)
         super().shutdown()
 
 

@@ -17,64 +17,43 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogge
 
 from vllm_bastion import envs
 from vllm_bastion.attached import StepPlan, StepReport
-from vllm_bastion.config import bastion_config, chain_view_of, settings_of
+from vllm_bastion.config import bastion_config, chain_view_of
 from vllm_bastion.logger import init_logger
 from vllm_bastion.scheduler.gate import Arm
-from vllm_bastion.scheduler.state import SchedulerState
-from vllm_bastion.telemetry.collector import GAIN, KEY, Collector
+from vllm_bastion.telemetry.collector import GAIN, KEY
 from vllm_bastion.telemetry.counts import Counts, StepRecord, from_plain
-from vllm_bastion.telemetry.drafter_fit import DrafterFit
 from vllm_bastion.telemetry.prometheus import TreeMetrics
 from vllm_bastion.telemetry.text import interval_line
 
 logger = init_logger(__name__)
 
 
-def collect(
-    scheduler: Any,
-    state: SchedulerState,
-    scheduled: Any,
-    report: StepReport,
-    outputs: dict[int, Any],
-) -> None:
-    """In the engine core: add a step.
-
-    Args:
-        scheduler: vLLM's Scheduler.
-        state: our record on it.
-        scheduled: the step's SchedulerOutput.
-        report: the worker's.
-        outputs: what `update_from_output` returns.
-    """
-    collector = state.collector
-    if collector is None:
-        collector = state.collector = _make_collector(scheduler.vllm_config)
-    collector.add(_record(scheduler, state, scheduled, report, outputs))
-
-
-def send(scheduler: Any, state: SchedulerState, outputs: dict[int, Any]) -> None:
+def send(scheduler: Any, outputs: dict[int, Any]) -> None:
     """In the engine core: attach a due sum to the statistics of a step's outputs.
 
     vLLM runs one more step without a token after the last request was aborted: its sum is due, too.
     """
-    collector = state.collector
-    if collector is None or not collector.due(idle=not scheduler.running):
+    state = scheduler.state
+    if not state.collector.due(idle=not scheduler.running):
         return
     # Without statistics the sums wait for the next ones; they do not grow.
     stats = next((o.scheduler_stats for o in outputs.values() if o.scheduler_stats), None)
     gain = state.gate.gain(max(len(scheduler.running), 1))
-    if stats is not None and (sums := collector.take(gain)) is not None:
+    if stats is not None and (sums := state.collector.take(gain)) is not None:
         stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: sums}
 
 
-def _record(
-    scheduler: Any,
-    state: SchedulerState,
-    scheduled: Any,
-    report: StepReport,
-    outputs: dict[int, Any],
+def record_of(
+    scheduler: Any, scheduled: Any, report: StepReport, outputs: dict[int, Any]
 ) -> StepRecord:
-    """The record of a step whose outputs have been made: tokens after a stop are not among them."""
+    """The record of a step, in the engine core.
+
+    Args:
+        scheduler: ours.
+        scheduled: the step's SchedulerOutput.
+        report: the worker's.
+        outputs: what `update_from_output` returns: tokens after a stop are not among them.
+    """
     plan, verified = StepPlan.of(scheduled), report.num_verified
     nodes, accepted, requests = [], [], 0
     for own in outputs.values():
@@ -86,7 +65,7 @@ def _record(
                     accepted.append(len(output.new_token_ids) - 1)
     kind = "prompt"
     if nodes:
-        chains = settings_of(scheduler.vllm_config).bastion_top_k == 1
+        chains = scheduler.settings.bastion_top_k == 1
         kind = "n-gram" if report.verified == Arm.NGRAM else "chain" if chains else "tree"
     elif requests:
         kind = "plain"
@@ -97,27 +76,9 @@ def _record(
         nodes,
         accepted,
         report.expected,
-        state.last.ms,
+        scheduler.state.last.ms,
         report.sources,
     )
-
-
-def log_whole_run(state: SchedulerState) -> None:
-    """In the engine core, when it ends: log what the whole run drafted, or why it did not.
-
-    An offline run has no periodic line.
-    """
-    if state.collector is not None:
-        collector, state.collector = state.collector, None
-        line = interval_line(collector.whole(), None, "Bastion, the whole run")
-        if line is not None:
-            logger.info(line)
-
-
-def _make_collector(vllm_config: Any) -> Collector:
-    config = settings_of(vllm_config)
-    fit = DrafterFit(config.draft_model_config.model, config.target_model_config.model)
-    return Collector(fit, logger.warning)
 
 
 class BastionStatLogger(AggregateStatLoggerBase):

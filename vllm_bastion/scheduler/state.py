@@ -48,5 +48,5 @@ class SchedulerState:
     """Number of running requests at which the waiting ones did not fit into the KV cache."""
     blocked_for: int = 0
     """Steps for which this is believed: something else may have held them up."""
-    collector: Collector | None = None
-    """Adds up the records of steps; None before the first."""
+    collector: Collector = field(default_factory=Collector)
+    """Adds up the records of steps."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine core's side: counts steps, and sends the sums to a front end.
+"""The engine core's side: counts steps, judges the drafter, and sends the sums to a front end.
 
 A front end needs several microseconds per metric, so it gets sums once a second and not a record
 per step. With several front ends, each sum goes to one of them, as vLLM's statistics do.
@@ -12,8 +12,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from vllm_bastion.logger import init_logger
 from vllm_bastion.telemetry.counts import Counts, StepRecord, add, to_plain
-from vllm_bastion.telemetry.drafter_fit import DrafterFit
+
+logger = init_logger(__name__)
 
 # The key of the sums in `SchedulerStats.kv_connector_stats`, see `hooks.telemetry`.
 KEY = "bastion"
@@ -21,34 +23,53 @@ KEY = "bastion"
 GAIN = "gain"
 # Seconds between two sums while requests run.
 PERIOD = 1.0
+# Trees that are judged together: the gate soon uses a drafter without accepted tokens for
+# exploration only, where more would take hours.
+TREES = 128
+# A drafter with fewer accepted tokens per tree does not fit; one that fits has several.
+_FEWEST_ACCEPTED = 0.1
 
 
 class Collector:
     """Sums of one engine core.
 
     Args:
-        fit: judges the trees.
-        warn: called with a warning.
         clock: seconds; for tests.
     """
 
-    def __init__(
-        self,
-        fit: DrafterFit,
-        warn: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._fit, self._warn, self._clock = fit, warn, clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._sums: Counts = Counter()
         self._sent: Counts = Counter()
         self._next = -math.inf
+        # Of the drafter: trees since it was judged, and their accepted tokens.
+        self._trees = self._accepted = 0
+        self._has_warned = False
 
     def add(self, step: StepRecord) -> None:
         """Add one step."""
         add(self._sums, step)
         trees, tokens = by_drafter(step.nodes, step.accepted, step.sources)
-        if trees and (warning := self._fit.observe(trees, tokens)) is not None:
-            self._warn(warning)
+        self._trees += trees
+        self._accepted += tokens
+        if self._trees >= TREES:
+            self._judge()
+
+    def _judge(self) -> None:
+        """Warn once of a drafter that does not fit: it is slow and not wrong, so nobody notices."""
+        trees, tokens, self._trees, self._accepted = self._trees, self._accepted, 0, 0
+        if self._has_warned or tokens >= _FEWEST_ACCEPTED * trees:
+            return
+        self._has_warned = True
+        logger.warning(
+            "The drafter does not fit the target: %d trees had %d draft tokens accepted. Likely "
+            "causes: it was trained for another target; the prompts use another chat template than "
+            "its training data; the context is longer than the drafter's positions; or the target "
+            "is quantised and its hidden states differ. The output is right, but drafting gains "
+            "nothing",
+            trees,
+            tokens,
+        )
 
     def due(self, idle: bool) -> bool:
         """Whether it is time for the next sums.
@@ -68,8 +89,9 @@ class Collector:
         return to_plain(sums) | ({} if gain is None else {GAIN: gain})
 
     def whole(self) -> Counts:
-        """The sums of all steps so far."""
-        return self._sent + self._sums
+        """The sums of all steps since the last call."""
+        sums, self._sums, self._sent = self._sent + self._sums, Counter(), Counter()
+        return sums
 
 
 def by_drafter(
