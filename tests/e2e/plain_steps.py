@@ -42,9 +42,9 @@ def _choose(plan: Sequence[Arm]) -> None:
 
 def at_once() -> None:
     """Store the drafter's context in every step."""
-    from vllm_bastion.drafters.dflash import BastionSpeculator
+    from vllm_bastion.engine.context import DraftContext
 
-    BastionSpeculator._deferred = lambda *_: None  # type: ignore[method-assign]
+    DraftContext._may_wait = lambda *_: False  # type: ignore[method-assign]
 
 
 def context(session: Any) -> list[dict[str, Any]]:
@@ -53,8 +53,7 @@ def context(session: Any) -> list[dict[str, Any]]:
     A step in which rows wait is left out: those of the next one are compared.
     """
     runner = session.runner
-    deferred = runner.speculator.runtime.deferred
-    waiting = 0 if deferred is None else deferred.num_rows
+    waiting = runner.speculator.context.num_rows
     layers = get_layers_from_vllm_config(runner.vllm_config, Attention)
     size = session.scheduler.cache_config.block_size
     out = []

@@ -82,7 +82,7 @@ class InputGraphs(CudaGraphManager):
         draft, trees = self._draft, self._draft.trees
         target, own, tables = draft.target_input_buffers, draft.input_buffers, draft.block_tables
         groups, rows = draft.draft_kv_cache_group_ids, num_reqs * (trees.depth + 1)
-        source = draft.context_source[:rows]
+        source = draft.context.source[:rows]
         # Without prompts all rows of a request are its tail.
         starts = target.query_start_loc[: num_reqs + 1]
         slot_mappings = draft.model_state.slot_mappings
@@ -109,6 +109,6 @@ class InputGraphs(CudaGraphManager):
             mask_token=draft.parallel_drafting_token_id,
             max_len=draft.max_model_len,
         )
-        gathered = [out[:rows] for out in draft.context_hidden]
+        gathered = [out[:rows] for out in draft.context.hidden]
         gather_rows(self._hidden, source, gathered)
         draft.take_hidden(gathered)

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCu
 
 from vllm_bastion.attached import StepPlan
 from vllm_bastion.config import settings_of
-from vllm_bastion.engine.deferred import DeferredContext
+from vllm_bastion.engine.context import DraftContext
 from vllm_bastion.engine.limits import make_trees
 from vllm_bastion.policy.trees import Trees
 from vllm_bastion.step import Step
@@ -27,8 +27,8 @@ class Runtime:
     """State of one worker's adapters. Made with the speculator, which vLLM builds first."""
 
     trees: Trees
-    # None until the first step, and if no row of the drafter's context may wait.
-    deferred: DeferredContext | None = None
+    # The speculator's.
+    context: DraftContext | None = None
     # The `TreeBudgetManager`; None until the KV cache exists.
     manager: Any = None
     # The target's graphs, which own the hidden states of their steps. vLLM must be able to drop

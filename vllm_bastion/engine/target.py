@@ -179,11 +179,10 @@ class BastionModelState(DefaultModelState):
 
         From now on its blocks may belong to another request.
         """
-        if self.runtime.deferred is not None:
+        if self.runtime.context is not None:
             scheduled = self.runtime.scheduled
             ended = scheduled is not None and req_id in scheduled.finished_req_ids
-            needed = self._caches_prefixes or not ended
-            self.runtime.deferred.leave(req_id, needed)
+            self.runtime.context.leave(req_id, self._caches_prefixes or not ended)
         super().remove_request(req_id)
 
     # ---- after the target's forward -----------------------------------------------------

@@ -62,8 +62,8 @@ class BastionModelRunner(GPUModelRunner):
         runtime = runtime_of(self.vllm_config)
         runtime.scheduled = None if kwargs.get("dummy_run") else scheduler_output
         try:
-            if scheduler_output.kv_cache_block_copies and runtime.deferred is not None:
-                runtime.deferred.flush()
+            if scheduler_output.kv_cache_block_copies and runtime.context is not None:
+                runtime.context.flush()
             return super().execute_model(scheduler_output, *args, **kwargs)
         finally:
             runtime.scheduled = None
