@@ -52,7 +52,10 @@ attention/gated_delta.py
 engine/profile.py hooks/worker.py
   RUNNER:GPUModelRunner._dummy_run @why n rows are n requests with a context of their own, and
       equal tokens @body context_len: int = 0 … skip_eplb: bool = False … randomize_inputs: bool
-      = False
+      = False … self.step_timing.forward_end() … self.step_timing.drafter_start() …
+      self.step_timing.drafter_end()
+  RUNNER:GPUModelRunner.execute_model @why a step is timed by the runner's marks @body
+      self.step_timing.record_batch( … self.step_timing.forward_start()
 config.py
   vllm.config.speculative:SpeculativeConfig.max_num_new_slots_for_drafting @beside 437e6c68
       18436348

@@ -48,5 +48,5 @@ def install(spec: dict[str, Any]) -> None:
         seconds[0] += ms / 1e3
         observe(state, scheduled, output, seconds[0])
 
-    profile._time_on_cpu = profile._time_on_gpu = curves  # type: ignore[assignment]
+    profile._time = curves  # type: ignore[assignment]
     scheduler._observe = observe_at_these_costs

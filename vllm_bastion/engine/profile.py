@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a draft and a target's pass cost on this machine, timed once before the first request.
 
-The steps are vLLM's dummy runs, timed by its ``StepTimingCollector``, on the captured graphs if
-there are any. A dummy run of n rows has n requests. A tree's rows share one context, so the profile
-has a short one: with a long one each row would look as dear as a request. Its rows get tokens of
-their own, because equal tokens would visit the same few experts. The output head, which every
-verified row passes and vLLM's marks leave out, is added.
+The steps are vLLM's dummy runs, on the captured graphs if there are any. A dummy run of n rows has
+n requests. A tree's rows share one context, so the profile has a short one: with a long one each
+row would look as dear as a request. Its rows get tokens of their own, because equal tokens would
+visit the same few experts. The output head, which every verified row passes, is part of a pass.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_world_group
 
@@ -32,10 +28,9 @@ logger = init_logger(__name__)
 
 # Rows to time without graphs. Times rise by steps, most of them below 32 rows.
 _ROWS = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 128, 256, 512)
-_REQUESTS = (1, 2, 4, 8, 16, 32, 64)
 # Cached tokens of a dummy request.
 _CONTEXT = 16
-# Runs of each size on a GPU; seconds that all sizes may take on a CPU.
+# Runs of each size that count; seconds that all sizes may take on a CPU.
 _RUNS, _SECONDS = 5, 2.0
 
 Curve = list[tuple[int, float]]
@@ -50,8 +45,7 @@ def profile(runner: Any) -> None:
     config, runtime = settings_of(runner.vllm_config), runtime_of(runner.vllm_config)
     start = time.perf_counter()
     if config.bastion_budget == "adaptive":
-        timed = _time_on_gpu if current_host().runs_ahead else _time_on_cpu
-        draft_ms, verify_ms = timed(runner)
+        draft_ms, verify_ms = _time(runner)
         runner.adaptive_verification.set_cost_curves(draft_ms, verify_ms)
         if config.bastion_latency_model != "profile":
             runner.adaptive_verification.estimator = _estimator(runner, config, verify_ms)
@@ -76,31 +70,89 @@ def _estimator(runner: Any, config: BastionSpeculativeConfig, verify_ms: Curve) 
             f'"bastion_latency_model": "{config.bastion_latency_model}" needs a roofline of the '
             f'target, and there is none ({error}): use "profile"'
         ) from error
-    group = get_world_group()
     own = (device_spec(runner.device, model.dtype), verify_ms)
-    device, samples = group.broadcast_object(own, src=0) if group.world_size > 1 else own
+    device, samples = get_world_group().broadcast_object(own, src=0)
     sizes = _captured(runner)
     name: Any = config.bastion_latency_model
     return Estimator(name, shape, device, samples, runner.max_num_tokens, _CONTEXT, sizes)
 
 
-def _time_on_gpu(runner: Any) -> tuple[Curve, Curve]:
-    """ms of drafts by requests, and of passes by rows, at the sizes of vLLM's graphs and beyond."""
-    manager, forward, draft = runner.adaptive_verification, defaultdict(list), defaultdict(list)
-    sizes = _captured(runner)
-    rows = sizes + _beyond(sizes, runner.max_num_tokens)
+def _time(runner: Any) -> tuple[Curve, Curve]:
+    """ms of drafts by requests, and of passes by rows, at the sizes of vLLM's graphs and beyond.
+
+    A size's first run does not count: a CPU compiles products for each new number of rows. There as
+    many sizes are timed, the smaller ones first, as `_SECONDS` allow. Ranks run the same ones: rank
+    0 says how long they have taken.
+    """
+    sizes, manager = _captured(runner), runner.adaptive_verification
+    rows = sizes + _beyond(sizes, runner.max_num_tokens, manager.max_total_logits)
+    # Without graphs, costs between two sizes are interpolated.
     manager._cudagraph_limit = sizes[-1] if sizes else 1
-    with runner.step_timing.collect() as samples:
-        for size in rows:
-            for _ in range(_RUNS):
-                tree_step(runner, size)
-    for sample in samples:
-        forward[sample.num_target_tokens].append(sample.forward_ms)
-        # Beyond the graphs the host launches the target's kernels while the drafter's marks run.
-        if sample.full_cudagraph or not sizes:
-            draft[sample.num_reqs].append(sample.drafter_ms)
-    heads = _heads(runner, [n for n in rows if n <= manager.max_total_logits] or rows[:1])
-    return _medians(draft), [(n, ms + heads(n)) for n, ms in _medians(forward)]
+    timing, started = _Timing(runner), time.perf_counter()
+    own, runner.step_timing = runner.step_timing, timing
+    try:
+        for i, size in enumerate([*(n for n in rows for _ in range(2)), *rows * (_RUNS - 1)]):
+            tree_step(runner, size)
+            if not current_host().runs_ahead and i:
+                spent = get_world_group().broadcast_object(time.perf_counter() - started, src=0)
+                if spent > _SECONDS:
+                    break
+    finally:
+        runner.step_timing = own
+    forward, draft = defaultdict(list), defaultdict(list)
+    seen: set[int] = set()
+    for full_graph, size, reqs, marks in timing.steps():
+        if size in seen:
+            forward[size].append(marks[0].elapsed_time(marks[1]))
+            # Beyond the graphs the host launches the target while the drafter's marks run.
+            if full_graph or not sizes:
+                draft[reqs].append(marks[2].elapsed_time(marks[3]))
+        seen.add(size)
+    return _medians(draft), _medians(forward)
+
+
+class _Mark:
+    """As much of a CUDA event as `_Timing` uses, on the host's clock."""
+
+    def record(self) -> None:
+        self.time = time.perf_counter()
+
+    def elapsed_time(self, end: _Mark) -> float:
+        return (end.time - self.time) * 1e3
+
+    def synchronize(self) -> None:
+        """The host is there."""
+
+
+class _Timing:
+    """In the place of vLLM's ``StepTimingCollector``, whose marks are stubs on a CPU."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        # Whether it is a FULL graph, rows, requests, and marks around the pass and the draft.
+        self._steps: list[tuple[bool, int, int, list[Any]]] = []
+
+    def record_batch(self, batch: Any, full_graph: bool) -> None:
+        self._steps.append((full_graph, batch.num_tokens, batch.num_reqs, []))
+
+    def _mark(self) -> None:
+        ahead = current_host().runs_ahead
+        mark: Any = torch.cuda.Event(enable_timing=True) if ahead else _Mark()
+        mark.record()
+        self._steps[-1][-1].append(mark)
+
+    forward_start = drafter_start = drafter_end = _mark
+
+    def forward_end(self) -> None:
+        """The pass ends with the target's output head."""
+        rows = min(self._steps[-1][1], self._runner.adaptive_verification.max_total_logits)
+        self._runner.model.compute_logits(head_input(self._runner, rows))
+        self._mark()
+
+    def steps(self) -> list[tuple[bool, int, int, list[Any]]]:
+        """All of them, once the device has done the last one."""
+        self._steps[-1][-1][-1].synchronize()
+        return self._steps
 
 
 def _captured(runner: Any) -> list[int]:
@@ -109,88 +161,18 @@ def _captured(runner: Any) -> list[int]:
     return [] if manager is None else list(manager.captured_token_counts())
 
 
-def _beyond(sizes: list[int], most: int) -> list[int]:
+def _beyond(sizes: list[int], most: int, most_logits: int) -> list[int]:
     """A few sizes beyond the largest graph, where steps run without; all sizes without graphs."""
     if not sizes:
-        return [n for n in _ROWS if n <= most]
+        return [n for n in _ROWS if n <= min(most, most_logits)]
     found = [min(sizes[-1] + 1, most)]
     while found[-1] < most and len(found) < 4:
         found.append(min(2 * found[-1], most))
     return [n for n in found if n > sizes[-1]]
 
 
-def _time_on_cpu(runner: Any) -> tuple[Curve, Curve]:
-    """The same within `_SECONDS`: as many sizes, the smaller ones first, as there is time for.
-
-    oneDNN compiles a product for each new number of rows, so a size's first run does not count.
-    Ranks run the same sizes: rank 0 says how long each has taken.
-    """
-    manager = runner.adaptive_verification
-    manager._cudagraph_limit = 1  # costs between two sizes are interpolated
-    rows = [n for n in _ROWS if n <= min(runner.max_num_tokens, manager.max_total_logits)]
-    most_reqs = min(
-        runner.max_num_reqs, runner.max_num_tokens // runner.speculator.num_query_per_req
-    )
-    reqs = [n for n in _REQUESTS if n <= max(most_reqs, 1)]
-
-    def forward(size: int) -> float:
-        with _without_drafter(runner):
-            start = time.perf_counter()
-            tree_step(runner, size)
-        runner.model.compute_logits(head_input(runner, size))
-        return (time.perf_counter() - start) * 1e3
-
-    def draft(size: int) -> float:
-        # vLLM's marks are stubs on a CPU.
-        propose, taken = runner.speculator.propose, list[float]()
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            drafted = propose(*args, **kwargs)
-            taken.append((time.perf_counter() - start) * 1e3)
-            return drafted
-
-        runner.speculator.propose = timed
-        try:
-            tree_step(runner, size)
-        finally:
-            del runner.speculator.propose
-        return taken[0]
-
-    verify_ms = _timed(forward, rows, 0.7 * _SECONDS)
-    return _timed(draft, reqs, 0.3 * _SECONDS), verify_ms
-
-
-def _timed(run: Callable[[int], float], sizes: Sequence[int], seconds: float) -> Curve:
-    """Median ms of each size, as far as the time goes; the first one in any case."""
-    group, found = get_world_group(), defaultdict(list)
-    spent, rounds = 0.0, 0
-    todo = list(sizes)
-    while todo and rounds < _RUNS:
-        for i, size in enumerate(todo):
-            start = time.perf_counter()
-            if rounds == 0:
-                run(size)
-            found[size].append(run(size))
-            spent += time.perf_counter() - start
-            spent = group.broadcast_object(spent, src=0) if group.world_size > 1 else spent
-            if spent > seconds and (rounds or i or spent > 2 * seconds):
-                return _medians(found)
-        rounds += 1
-    return _medians(found)
-
-
 def _medians(samples: dict[int, list[float]]) -> Curve:
     return [(size, median(times)) for size, times in sorted(samples.items())]
-
-
-@contextmanager
-def _without_drafter(runner: Any) -> Iterator[None]:
-    speculator, runner.speculator = runner.speculator, None
-    try:
-        yield
-    finally:
-        runner.speculator = speculator
 
 
 def tree_step(runner: Any, rows: int) -> None:
@@ -210,24 +192,6 @@ def head_input(runner: Any, rows: int) -> torch.Tensor:
         runner._set_active_loras((0,) * rows, (0,) * rows, set())
     config = runner.model_config
     return torch.zeros(rows, config.get_hidden_size(), dtype=config.dtype, device=runner.device)
-
-
-def _heads(runner: Any, sizes: Sequence[int]) -> Callable[[int], float]:
-    """ms of the target's output head by rows, from some of `sizes`, on a GPU."""
-    few = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
-    times = []
-    for rows in few:
-        hidden, marks = head_input(runner, rows), []
-        for _ in range(1 + _RUNS):
-            marks.append(
-                (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            )
-            marks[-1][0].record()
-            runner.model.compute_logits(hidden)
-            marks[-1][1].record()
-        marks[-1][1].synchronize()
-        times.append(median(start.elapsed_time(end) for start, end in marks[1:]))
-    return lambda rows: float(np.interp(rows, few, times))
 
 
 def _summary(runner: Any, seconds: float) -> str:
