@@ -187,28 +187,21 @@ def request_budget(sampling_params: Any, most: int) -> int:
     return most if given is None else int(given)
 
 
-def chain_view(
-    spec_config: BastionSpeculativeConfig, num_tokens: int | None = None
-) -> BastionSpeculativeConfig:
-    """The same settings with `num_speculative_tokens` = gamma, for code that counts depths.
+def chain_view_of(vllm_config: VllmConfig, num_tokens: int | None = None) -> VllmConfig:
+    """A VllmConfig with `num_speculative_tokens` = gamma, for code of vLLM that counts depths.
 
     Args:
-        spec_config: the settings.
+        vllm_config: returned as it is if it does not use method "bastion".
         num_tokens: in place of gamma.
     """
-    # A plain copy: vLLM's `replace` would validate again and rejects what __post_init__ has set.
-    view = copy.copy(spec_config)
-    view.num_speculative_tokens = spec_config.bastion_gamma if num_tokens is None else num_tokens
-    return view
-
-
-def chain_view_of(vllm_config: VllmConfig, num_tokens: int | None = None) -> VllmConfig:
-    """A VllmConfig with `chain_view` settings; unchanged if it does not use method "bastion"."""
     spec_config = bastion_config(vllm_config)
     if spec_config is None:
         return vllm_config
+    # Plain copies: vLLM's `replace` would validate again and rejects what __post_init__ has set.
     view = copy.copy(vllm_config)
-    view.speculative_config = chain_view(spec_config, num_tokens)
+    view.speculative_config = copy.copy(spec_config)
+    depth = spec_config.bastion_gamma if num_tokens is None else num_tokens
+    view.speculative_config.num_speculative_tokens = depth
     return view
 
 

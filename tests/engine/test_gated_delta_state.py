@@ -210,7 +210,7 @@ def test_vllms_core_sees_the_prompts_alone(monkeypatch: pytest.MonkeyPatch) -> N
     def core(self: Any, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any) -> None:
         of_layer: Any = of_layers[self.prefix]
         seen.append((of_layer.spec_sequence_masks, of_layer.num_actual_tokens, len(mixed_qkv)))
-        assert type(of_layer) is GDNAttentionMetadata
+        assert isinstance(of_layer, GDNAttentionMetadata) and of_layer.tree_rows is None
         core_attn_out[:] = 5
 
     # a graph's padding behind the step's rows

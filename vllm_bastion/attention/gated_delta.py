@@ -87,7 +87,7 @@ class TreeRows:
 class GatedDeltaTreeMetadata(GDNAttentionMetadata):
     """vLLM's metadata of a step with tree rows, replaced by `GatedDeltaModelState`."""
 
-    tree_rows: TreeRows
+    tree_rows: TreeRows | None
 
 
 def _on_cpu(layer: Any) -> bool:

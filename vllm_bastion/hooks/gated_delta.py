@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
+from vllm_bastion.attention.gated_delta import run_tree_rows
 from vllm_bastion.config import bastion_config
 
 
@@ -39,11 +40,11 @@ def cpu_gdn_attention(
     core_attn_out: Any,
 ) -> None:
     """Run trees and chains on our op, prompts on vLLM's."""
-    rows = (mixed_qkv, b, a, core_attn_out)
 
     def run_prompts(metadata: Any, *rows: Any) -> None:
         original(layer, metadata, *rows)
 
+    rows = (mixed_qkv, b, a, core_attn_out)
     if _has_tree_rows(attn_metadata_i):
         _split(run_prompts, layer, attn_metadata_i, *rows)
     else:
@@ -78,17 +79,7 @@ def can_use_fused_decode(original: Callable[..., Any], self: Any, attn_metadata:
 
 
 def _has_tree_rows(metadata: Any) -> bool:
-    from vllm_bastion.attention.gated_delta import GatedDeltaTreeMetadata
-
-    return isinstance(metadata, GatedDeltaTreeMetadata)
-
-
-def without_tree_rows(metadata: Any) -> Any:
-    """vLLM's own metadata object of a step with tree rows."""
-    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
-
-    own = {field.name: getattr(metadata, field.name) for field in fields(GDNAttentionMetadata)}
-    return GDNAttentionMetadata(**own)
+    return getattr(metadata, "tree_rows", None) is not None
 
 
 def _split(
@@ -100,8 +91,6 @@ def _split(
     a: Any,
     core_attn_out: Any,
 ) -> None:
-    from vllm_bastion.attention.gated_delta import run_tree_rows
-
     count = metadata.num_actual_tokens
     rows, out = [x[:count] for x in (mixed_qkv, b, a)], core_attn_out[:count]
     run_tree_rows(layer, metadata.tree_rows, rows[0], rows[1], rows[2], out)
@@ -109,7 +98,8 @@ def _split(
         indices = metadata.non_spec_token_indx
         prompt_out = out.new_zeros(len(indices), *out.shape[1:])
         prompts = replace(
-            without_tree_rows(metadata),
+            metadata,
+            tree_rows=None,
             spec_sequence_masks=None,
             num_accepted_tokens=None,
             num_actual_tokens=len(indices),
