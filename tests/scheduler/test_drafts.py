@@ -77,12 +77,13 @@ def test_the_arms_of_an_engine() -> None:
         ("adaptive", {"is_moe": True, "data_parallel": 2}, (Arm.TREE,)),
     ]  # fmt: skip
     for budget, engine, arms in cases:
-        scheduler = SimpleNamespace(vllm_config=engine_of(settings(budget), **engine))
-        assert _arms(scheduler, settings(budget)) == arms
+        chosen = settings(budget)
+        scheduler = SimpleNamespace(vllm_config=engine_of(chosen, **engine), settings=chosen)
+        assert _arms(scheduler) == arms
     chosen = settings()
     chosen.bastion_lookup = False
-    scheduler = SimpleNamespace(vllm_config=engine_of(chosen))
-    assert _arms(scheduler, chosen) == (Arm.PLAIN, Arm.TREE)
+    scheduler = SimpleNamespace(vllm_config=engine_of(chosen), settings=chosen)
+    assert _arms(scheduler) == (Arm.PLAIN, Arm.TREE)
 
 
 # --- prompts ----------------------------------------------------------------------------------

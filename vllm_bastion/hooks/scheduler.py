@@ -19,7 +19,6 @@ from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from vllm_bastion import envs
 from vllm_bastion.attached import StepPlan, StepReport
-from vllm_bastion.config import BastionSpeculativeConfig
 from vllm_bastion.hooks.grammar import GrammarScheduler
 from vllm_bastion.hooks.slots import (
     UNREADY,
@@ -66,7 +65,7 @@ class TreeScheduler(GrammarScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.state = SchedulerState(Gate(_arms(self, self.settings)))
+        self.state = SchedulerState(Gate(_arms(self)))
 
     def add_request(self, request: Any) -> None:
         """Let `--per-request-spec-decode-metrics` count trees."""
@@ -145,12 +144,21 @@ class TreeScheduler(GrammarScheduler):
         K is vLLM's `dynamic_sd_lookup` of any number of requests. With such a list vLLM also
         neither pads a new request to 1 + N rows nor lets it wait until there is room for them.
         """
-        state = self.state
-        cut_placeholders(self, state, self.settings)
+        state, verified = self.state, self.state.choice
+        cut_placeholders(self)
         waited = any(request.status not in UNREADY for request in waiting(self))
-        choice = _choose(self, state.gate, self.settings)
-        plan = _plan(self, state, choice)
-        self.dynamic_sd_lookup = Always(choice.num_drafts)
+        # Those of the next step, with those that wait.
+        reqs = min(len(self.running) + len(self.waiting), self.max_num_running_reqs) or 1
+        choice = _choose(self, reqs)
+        plan = StepPlan(
+            arm=choice.arm,
+            verified=verified.arm,
+            reason=verified.reason,
+            step_ms=state.gate.ms(verified.arm, reqs),
+            ngram_tokens=state.gate.ngram_tokens(reqs),
+            prompts_wait=choice.prompts_wait,
+        )
+        self.dynamic_sd_lookup = [choice.num_drafts] * (1 + self.max_num_running_reqs)
         output = super().schedule(throttle_prefills)
         if output.total_num_scheduled_tokens:  # else the worker runs no step
             state.choice = choice
@@ -212,23 +220,13 @@ def _observe(state: SchedulerState, scheduled: Any, output: Any, now: float) -> 
     state.last = LastStep(now, plan.arm, ms)
 
 
-class Always(list[int]):
-    """vLLM's table of drafts by number of requests, with one value for all of them."""
-
-    def __init__(self, num_drafts: int) -> None:
-        super().__init__((num_drafts,))
-
-    def __getitem__(self, num_reqs: Any) -> Any:
-        return super().__getitem__(0)
-
-
-def _arms(scheduler: Any, spec_config: BastionSpeculativeConfig) -> tuple[Arm, ...]:
+def _arms(scheduler: Any) -> tuple[Arm, ...]:
     """What the engine's steps may end with."""
-    parallel = scheduler.vllm_config.parallel_config
-    experts = scheduler.vllm_config.model_config.is_moe
+    config, spec_config = scheduler.vllm_config, scheduler.settings
+    several = config.parallel_config.data_parallel_size > 1
     if spec_config.bastion_budget == 0:
         return (Arm.PLAIN,)
-    if spec_config.bastion_budget != "adaptive" or (parallel.data_parallel_size > 1 and experts):
+    if spec_config.bastion_budget != "adaptive" or (several and config.model_config.is_moe):
         # Data-parallel ranks of experts step together, and each has a scheduler of its own. vLLM
         # switches dynamic drafting off there, too.
         return (Arm.TREE,)
@@ -236,36 +234,17 @@ def _arms(scheduler: Any, spec_config: BastionSpeculativeConfig) -> tuple[Arm, .
     return (Arm.PLAIN, *ngram, Arm.TREE)
 
 
-def _choose(scheduler: Any, gate: Gate, spec_config: BastionSpeculativeConfig) -> Choice:
-    """What the step that is being scheduled ends with."""
-    reqs = _num_reqs(scheduler)
-    num_drafts = most_in_step(scheduler, spec_config, reqs)
+def _choose(scheduler: Any, reqs: int) -> Choice:
+    """What a step that is being scheduled for so many requests ends with."""
+    num_drafts = most_in_step(scheduler, reqs)
     num_drafts = max(most_in_cache(scheduler, num_drafts), default=num_drafts)
     room = scheduler.max_num_scheduled_tokens - reqs
     if room <= 0 or prompt_tokens(scheduler, room) >= room:
         return Choice(Arm.PLAIN, "prompts wait", prompts_wait=True)
-    if not wants_drafts(scheduler, spec_config):
+    if not wants_drafts(scheduler):
         return Choice(Arm.PLAIN, "no request can use drafts")
     if num_drafts == 0:
         return Choice(Arm.PLAIN, "no room for drafts")
+    gate = scheduler.state.gate
     arm = gate.choose(reqs)
     return Choice(arm, gate.reason, 0 if arm == Arm.PLAIN else num_drafts)
-
-
-def _plan(scheduler: Any, state: SchedulerState, choice: Choice) -> StepPlan:
-    """What the worker must know of a step that ends with `choice`."""
-    reqs, verified = _num_reqs(scheduler), state.choice
-    return StepPlan(
-        arm=choice.arm,
-        verified=verified.arm,
-        reason=verified.reason,
-        step_ms=state.gate.ms(verified.arm, reqs),
-        ngram_tokens=state.gate.ngram_tokens(reqs),
-        prompts_wait=choice.prompts_wait,
-    )
-
-
-def _num_reqs(scheduler: Any) -> int:
-    """Requests of the next step, with those that wait."""
-    reqs = len(scheduler.running) + len(scheduler.waiting)
-    return max(min(reqs, scheduler.max_num_running_reqs), 1)

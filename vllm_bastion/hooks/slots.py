@@ -15,8 +15,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
-from vllm_bastion.config import BastionSpeculativeConfig, request_budget
-from vllm_bastion.scheduler.state import SchedulerState
+from vllm_bastion.config import request_budget
 
 # Requests that wait for something other than tokens and the KV cache.
 UNREADY = (
@@ -25,9 +24,9 @@ UNREADY = (
 )
 
 
-def wants_drafts(scheduler: Any, spec_config: BastionSpeculativeConfig) -> bool:
+def wants_drafts(scheduler: Any) -> bool:
     """Whether a request may have nodes in the next step and emit more than one token there."""
-    most = spec_config.num_speculative_tokens
+    most = scheduler.settings.num_speculative_tokens
     # Without running requests the first prompts are scheduled now.
     return not scheduler.running or any(
         request_budget(request.sampling_params, most) > 0
@@ -36,14 +35,14 @@ def wants_drafts(scheduler: Any, spec_config: BastionSpeculativeConfig) -> bool:
     )
 
 
-def most_in_step(scheduler: Any, spec_config: BastionSpeculativeConfig, reqs: int) -> int:
+def most_in_step(scheduler: Any, reqs: int) -> int:
     """As many nodes of each request as a step and the largest graph have room for.
 
     A step beyond the largest graph takes several times as long on an H100.
     """
-    most = spec_config.num_speculative_tokens
-    if spec_config.bastion_budget != "adaptive":
-        most = min(most, max(int(spec_config.bastion_budget), 1))
+    most, budget = scheduler.settings.num_speculative_tokens, scheduler.settings.bastion_budget
+    if budget != "adaptive":
+        most = min(most, max(budget, 1))
     compilation = scheduler.vllm_config.compilation_config
     rows = scheduler.max_num_scheduled_tokens
     if compilation.cudagraph_mode.has_full_cudagraphs():
@@ -72,20 +71,18 @@ def most_in_cache(scheduler: Any, most: int) -> list[int]:
     return limits
 
 
-def cut_placeholders(
-    scheduler: Any, state: SchedulerState, spec_config: BastionSpeculativeConfig
-) -> None:
+def cut_placeholders(scheduler: Any) -> None:
     """Cut each running request's placeholders, `spec_token_ids`, to what it can use."""
-    most, runs_ahead = state.choice.num_drafts, isinstance(scheduler, AsyncScheduler)
+    most, runs_ahead = scheduler.state.choice.num_drafts, isinstance(scheduler, AsyncScheduler)
     if scheduler.running:
-        most = min(most, most_in_step(scheduler, spec_config, len(scheduler.running)))
+        most = min(most, most_in_step(scheduler, len(scheduler.running)))
     for request, in_cache in zip(scheduler.running, most_in_cache(scheduler, most), strict=True):
         count = len(request.spec_token_ids)
         if not count:
             continue
         limit = min(count, in_cache, request_budget(request.sampling_params, most))
         if request.use_structured_output:
-            limit = min(limit, spec_config.max_grammar_tokens)
+            limit = min(limit, scheduler.settings.max_grammar_tokens)
         if runs_ahead:
             limit = min(limit, _most_near_the_end(request, scheduler.max_model_len))
         if limit < count:
