@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bastion_kernels.cpu.cache import root as cache_dir
 from benchmarks import TINY
 from benchmarks.prompts import DataError
-from vllm_bastion.envs import cache_dir
 
 REAL = "smollm2"  # the pair of a real chat model
 

@@ -42,10 +42,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from bastion_kernels.cpu.cache import root as cache_dir
 from benchmarks import TINY, parser_of
 from benchmarks.tiny.drafter import Drafter, Selector, load_drafter
 from benchmarks.tiny.model import Attention, Dims, Layer, RMSNorm, Target, load_target
-from vllm_bastion.envs import cache_dir
 
 Weights = Iterator[tuple[str, Tensor]]
 

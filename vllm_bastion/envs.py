@@ -8,19 +8,11 @@ import, so that tests and child processes see the current ones.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
-# Name -> one line of help. A test checks that `docs/configuration.md` names them all.
-VARIABLES: dict[str, str] = {
-    "VLLM_BASTION_CACHE": ("folder of compiled functions (default `$XDG_CACHE_HOME/vllm-bastion`)"),
-    "VLLM_BASTION_TELEMETRY": (
-        "0: steps are not recorded, so there are no metrics of trees and no warnings about the "
-        "drafter (default 1)"
-    ),
-}
+# `docs/configuration.md` says what they mean. The first is read by `bastion_kernels.cpu.cache`.
+VARIABLES = ("VLLM_BASTION_CACHE", "VLLM_BASTION_TELEMETRY")
 
 
 def readers() -> dict[str, Callable[[], str | None]]:
@@ -31,21 +23,6 @@ def readers() -> dict[str, Callable[[], str | None]]:
 def telemetry() -> bool:
     """Whether steps are recorded."""
     return os.environ.get("VLLM_BASTION_TELEMETRY", "1") != "0"
-
-
-def cache_dir() -> Path:
-    """Folder of compiled functions; not created here.
-
-    `bastion_kernels.cpu.cache.root` is the same function: the ops do not import this package, and
-    this module must not import PyTorch.
-    """
-    try:
-        if own := os.environ.get("VLLM_BASTION_CACHE"):
-            return Path(own).expanduser()
-        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    except RuntimeError:  # HOME is unset and the user id is unknown
-        return Path(tempfile.gettempdir()) / f"vllm-bastion-{os.getuid()}"
-    return base / "vllm-bastion"
 
 
 def quiet() -> None:

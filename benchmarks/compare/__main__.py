@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import geometric_mean
 
 import benchmarks.compare
+from bastion_kernels.cpu.cache import root as cache_dir
 from benchmarks import ROOT, TINY, parser_of
 from benchmarks.e2e import main as e2e
 from benchmarks.e2e.methods import PLAIN
@@ -19,7 +20,6 @@ from benchmarks.e2e.report import by_method, by_start, numbers
 from benchmarks.e2e.store import Row
 from benchmarks.pairs import REAL
 from benchmarks.widen import pair_of
-from vllm_bastion.envs import cache_dir
 
 _SHORT = {"domain": "14 tokens", "params": {"max_tokens": 14}}
 _FEW = ("--round", "16")  # prompts of a round, where steps take long

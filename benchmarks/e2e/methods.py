@@ -26,11 +26,11 @@ from typing import Any
 import psutil
 from transformers import PretrainedConfig
 
+from bastion_kernels.cpu.cache import root as cache_dir
 from benchmarks.harness.engine import Engine
 from benchmarks.prompts import DataError
 from benchmarks.random_drafter import write_random
 from vllm_bastion.checkpoints.drafter_types import architectures_of, drafter_type_of, gamma_of
-from vllm_bastion.envs import cache_dir
 
 PLAIN, REFERENCE = "plain", "plain v2"
 ESTIMATORS = ("static", "ema", "ema_calib")

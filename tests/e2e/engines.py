@@ -30,10 +30,10 @@ from typing import Any
 import torch
 from filelock import FileLock
 
+from bastion_kernels.cpu.cache import root as cache_dir
 from benchmarks.harness.process import EngineProcess, changed_environment
 from tests.e2e.costs import USUAL, Costs
 from tests.e2e.worker import work
-from vllm_bastion import envs
 
 ROOT = Path(__file__).resolve().parents[2]
 PAIR = Path(os.environ.get("VLLM_BASTION_TEST_PAIR", ROOT / "benchmarks" / "tiny"))
@@ -79,7 +79,7 @@ def caches(folder: Path) -> dict[str, str]:
     """
     names = ("VLLM_BASTION_CACHE", "VLLM_CACHE_ROOT")
     own = {name: str(folder / name.lower()) for name in names}
-    return own | {"TORCHINDUCTOR_CACHE_DIR": str(envs.cache_dir() / "tests" / "inductor")}
+    return own | {"TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "tests" / "inductor")}
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ def share_machine_code(cache: Path) -> None:
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / "links.lock"):
         for name in ("numba", "kernels"):
-            ours, users = cache / name, envs.cache_dir() / name
+            ours, users = cache / name, cache_dir() / name
             users.mkdir(parents=True, exist_ok=True, mode=0o700)
             if not ours.exists():
                 ours.symlink_to(users.resolve())

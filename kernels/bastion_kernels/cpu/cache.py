@@ -57,7 +57,7 @@ def njit(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def root() -> Path:
-    """The cache folder of both packages; not created here. `vllm_bastion.envs.cache_dir` agrees.
+    """The cache folder of both packages; not created here.
 
     `VLLM_BASTION_CACHE`, else `vllm-bastion` in `XDG_CACHE_HOME` or `~/.cache`, else (for a user
     without a home) a per-user folder for temporary files.
