@@ -26,9 +26,7 @@ def _registered(pair: tuple[str, str]) -> None:
 
 def test_a_pair_without_weights_is_described(pair: tuple[str, str]) -> None:
     options = ["--max-num-seqs", "8", "--speculative-config", '{"bastion_budget": 12}']
-    report = check(*pair, [*_DUMMY, "--max-model-len", "256", *options])
-    assert report.refusal is None
-    said = dict(report.lines)
+    said = dict(check(*pair, [*_DUMMY, "--max-model-len", "256", *options]))
     assert "gamma 7" in said["drafter"] and said["trees"] == "N 12, K 16, budget 12"
     assert "hold 8 of 8 requests (max_num_seqs)" in said["limits"]
     assert "256 tokens a request" in said["limits"]
@@ -57,7 +55,7 @@ def test_a_cache_that_cannot_be_written_is_told(
     pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_BASTION_CACHE", "/dev/null/cache")
-    said = dict(check(*pair, _DUMMY).lines)
+    said = dict(check(*pair, _DUMMY))
     assert "nothing can be stored" in said["note"] and "/dev/null/cache" in said["note"]
 
 

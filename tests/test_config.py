@@ -422,26 +422,6 @@ def test_a_cache_that_no_tree_backend_reads_is_refused() -> None:
     is_one_sentence(str(caught.value), "TRITON_ATTN", 'kv_cache_dtype "fp8_e5m2"', 'to "auto"')
 
 
-def test_a_host_without_triton_must_be_a_cpu_one(
-    monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str]
-) -> None:
-    import vllm.platforms
-    import vllm.triton_utils
-
-    options = EngineArgs(model=pair[0])
-
-    def platform(on_cpu: bool) -> None:
-        stand_in = SimpleNamespace(is_cpu=lambda: on_cpu)
-        monkeypatch.setattr(vllm.platforms, "_current_platform", stand_in, raising=False)
-
-    monkeypatch.setattr(vllm.triton_utils, "HAS_TRITON", False)
-    platform(on_cpu=True)
-    arguments.check_options(options, {})  # native kernels
-    platform(on_cpu=False)
-    with pytest.raises(BastionConfigError, match="needs Triton"):
-        arguments.check_options(options, {})
-
-
 @pytest.mark.parametrize(
     ("cuda", "given", "expected"),
     [(True, None, "FLASH_ATTN"), (True, "TRITON_ATTN", "TRITON_ATTN"), (False, None, None)],
@@ -452,11 +432,16 @@ def test_a_gpu_uses_flash_attention_unless_told_otherwise(
     import vllm.platforms
     from vllm.config import AttentionConfig
 
-    from vllm_bastion.hooks.engine_args import prefer_flash_attention
+    from vllm_bastion.hooks.engine_args import use_own_classes
 
     platform = SimpleNamespace(is_cuda=lambda: cuda, is_cpu=lambda: not cuda)
     monkeypatch.setattr(vllm.platforms, "current_platform", platform)
-    engine = SimpleNamespace(attention_config=AttentionConfig(backend=given))
-    prefer_flash_attention(engine)
+    worker = "gpu_worker.Worker" if cuda else "cpu_worker.CPUWorker"
+    engine = SimpleNamespace(
+        attention_config=AttentionConfig(backend=given),
+        scheduler_config=SimpleNamespace(scheduler_cls=None, async_scheduling=cuda),
+        parallel_config=SimpleNamespace(worker_cls=f"vllm.v1.worker.{worker}"),
+    )
+    use_own_classes(engine)
     backend = engine.attention_config.backend
     assert (backend.name if backend else None) == expected

@@ -59,11 +59,6 @@ def disable(reason: str) -> None:
         _reasons.append(reason)
 
 
-def enabled() -> bool:
-    """Whether method "bastion" can work in this process."""
-    return not _reasons
-
-
 def require() -> None:
     """Raise UnsupportedVllmError with the remembered reasons, if there are any."""
     if _reasons:

@@ -143,6 +143,7 @@ def test_the_engine_builds_our_scheduler_and_worker(ahead: bool) -> None:
                 async_scheduling=ahead, scheduler_cls=given["scheduler_cls"]
             ),
             parallel_config=SimpleNamespace(worker_cls=given["worker_cls"]),
+            attention_config=SimpleNamespace(backend=None),
         )
 
     ours = config()

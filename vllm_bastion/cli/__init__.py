@@ -60,6 +60,7 @@ def _check(arguments: argparse.Namespace, options: list[str]) -> int:
             f"vLLM cannot be imported here ({error}): repair its installation, or run this command "
             "in the environment that serves"
         ) from error
-    report = check(arguments.target, arguments.drafter, options)
-    print(report.text())
-    return 0 if report.refusal is None else 1
+    lines = check(arguments.target, arguments.drafter, options)
+    for heading, text in lines:
+        print(f"{heading:11s}{text}")
+    return int("refused" in dict(lines))

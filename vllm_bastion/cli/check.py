@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 from pydantic import ValidationError
@@ -23,33 +22,23 @@ from vllm_bastion.config import BastionSpeculativeConfig, is_lagged, settings_of
 from vllm_bastion.platform import current_host
 
 
-@dataclass(frozen=True)
-class Report:
-    """What `check` found: (heading, text) in the order to print, or why a start would fail."""
-
-    lines: tuple[tuple[str, str], ...] = ()
-    refusal: str | None = None
-
-    def text(self) -> str:
-        """For a terminal."""
-        lines = self.lines if self.refusal is None else (("refused", self.refusal),)
-        return "\n".join(f"{heading:11s}{text}" for heading, text in lines)
-
-
-def check(target: str, drafter: str, options: Sequence[str]) -> Report:
+def check(target: str, drafter: str, options: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """Check a pair and vLLM's options; `--speculative-config` may hold further keys.
 
     target, drafter: folders or names.
+
+    Returns:
+        (heading, text) in the order to print; "refused" and why, if a start would fail.
     """
     try:
         arguments = _engine_arguments(target, drafter, options)
-        return Report(_lines(arguments.create_engine_config()))
+        return _lines(arguments.create_engine_config())
     except ValidationError as error:
         found = [(*map(str, one["loc"]), one["msg"]) for one in error.errors()]
         refusal = "; ".join(": ".join(parts) for parts in found)
-        return Report(refusal=refusal.replace("Value error, ", ""))
+        return (("refused", refusal.replace("Value error, ", "")),)
     except (ValueError, RuntimeError, OSError, NotImplementedError) as error:
-        return Report(refusal=str(error).strip() or type(error).__name__)
+        return (("refused", str(error).strip() or type(error).__name__),)
 
 
 def _engine_arguments(target: str, drafter: str, options: Sequence[str]) -> EngineArgs:

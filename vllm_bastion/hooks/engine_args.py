@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_bastion import compat
+from vllm_bastion.validate import BastionConfigError
 
 METHOD = "bastion"
 
@@ -114,56 +115,31 @@ def create_engine_config(
     original: Callable[..., Any], self: Any, usage_context: Any = None, headless: bool = False
 ) -> Any:
     """Check the finished configuration before any process is started for it."""
-    from vllm.usage.usage_lib import UsageContext
-
-    in_server = usage_context == UsageContext.OPENAI_API_SERVER
-    try:
-        return _checked_config(original, self, usage_context, headless)
-    except (ValueError, compat.UnsupportedVllmError) as error:
-        if in_server and _is_refusal(error):
-            # Status 1 and one sentence, without the traceback of an exception.
-            raise SystemExit(f"vllm serve: {error}") from None
-        raise
-
-
-def _is_refusal(error: Exception) -> bool:
-    if isinstance(error, compat.UnsupportedVllmError):
-        return True
-    from vllm_bastion.validate import BastionConfigError
-
-    return isinstance(error, BastionConfigError)
-
-
-def _checked_config(
-    original: Callable[..., Any], self: Any, usage_context: Any, headless: bool
-) -> Any:
     if not requested(self):
         vllm_config = original(self, usage_context, headless)
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == _CPU_WORKER and runs_on_replacement(vllm_config):
             parallel.worker_cls = "vllm_bastion.hooks.cpu_worker.ReplacementWorker"
         return vllm_config
-    vllm_config = original(self, usage_context, headless)
-    from vllm_bastion.validate.engine import check_engine
+    from vllm.usage.usage_lib import UsageContext
 
-    check_engine(vllm_config)
-    prefer_flash_attention(vllm_config)
+    try:
+        vllm_config = original(self, usage_context, headless)
+        from vllm_bastion.validate.engine import check_engine
+
+        check_engine(vllm_config)
+        use_own_classes(vllm_config)
+    except (BastionConfigError, compat.UnsupportedVllmError) as error:
+        if usage_context != UsageContext.OPENAI_API_SERVER:
+            raise
+        # Status 1 and one sentence, without the traceback of an exception.
+        raise SystemExit(f"vllm serve: {error}") from None
     if vllm_config.lora_config is not None:
         # vLLM maps rows to adapters on the host, which must know each request's rows.
         vllm_config.speculative_config.bastion_budget_timing = "exact"
-    use_own_classes(vllm_config)
     # vLLM 0.33 lowers it to fit its drafter's buffers; ours hold `max_num_seqs` requests.
     vllm_config.scheduler_config.max_num_active_seqs = self.max_num_active_seqs
     return vllm_config
-
-
-def prefer_flash_attention(vllm_config: Any) -> None:
-    """Use the backend that tree attention replaces, unless the user named one."""
-    from vllm_bastion.platform import current_host
-
-    attention_config = vllm_config.attention_config
-    if attention_config.backend is None:
-        attention_config.backend = current_host().default_attention_backend()
 
 
 def add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
@@ -215,13 +191,15 @@ def validate_v2_model_runner(original: Callable[..., None], self: Any) -> None:
 
 
 def use_own_classes(vllm_config: Any) -> None:
-    """Let the engine build our subclasses of vLLM's scheduler and worker.
+    """Let the engine build our subclasses of vLLM's scheduler and worker, and tree attention.
 
     Raises:
         BastionConfigError: the user, or this platform, has named others.
     """
-    from vllm_bastion.validate import BastionConfigError
+    from vllm_bastion.platform import current_host
 
+    if vllm_config.attention_config.backend is None:
+        vllm_config.attention_config.backend = current_host().default_attention_backend()
     scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
     worker = _WORKERS.get(parallel.worker_cls)
     for option, other in (("scheduler-cls", scheduler.scheduler_cls),
