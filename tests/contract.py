@@ -50,8 +50,8 @@ attention/gated_delta.py
   LAYERS.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention.__init__ @why which version
       of a layer runs is told by this @body self._forward_method = self.forward_c
 engine/profile.py hooks/worker.py
-  RUNNER:GPUModelRunner._dummy_run @why n rows are n requests with a context of their own, and
-      equal tokens @body context_len: int = 0 … skip_eplb: bool = False … randomize_inputs: bool
+  RUNNER:GPUModelRunner._dummy_run @why n rows are n requests with a context of their own, of
+      random tokens @body context_len: int = 0 … skip_eplb: bool = False … randomize_inputs: bool
       = False … self.step_timing.forward_end() … self.step_timing.drafter_start() …
       self.step_timing.drafter_end()
   RUNNER:GPUModelRunner.execute_model @why a step is timed by the runner's marks @body

@@ -3,8 +3,8 @@
 
 The steps are vLLM's dummy runs, on the captured graphs if there are any. A dummy run of n rows has
 n requests. A tree's rows share one context, so the profile has a short one: with a long one each
-row would look as dear as a request. Its rows get tokens of their own, because equal tokens would
-visit the same few experts. The output head, which every verified row passes, is part of a pass.
+row would look as dear as a request. Its rows are random tokens, because equal ones would visit the
+same few experts. The output head, which every verified row passes, is part of a pass.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def tree_step(runner: Any, rows: int) -> None:
     runtime = runtime_of(runner.vllm_config)
     runtime.profiles = runner.cudagraph_manager.profiles = True
     try:
-        runner._dummy_run(rows, context_len=_CONTEXT, skip_eplb=True)
+        runner._dummy_run(rows, context_len=_CONTEXT, skip_eplb=True, randomize_inputs=True)
     finally:
         runtime.profiles = runner.cudagraph_manager.profiles = False
 

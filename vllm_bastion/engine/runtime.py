@@ -47,8 +47,8 @@ class Runtime:
     # in a dummy run), and its record.
     scheduled: SchedulerOutput | None = None
     step: Step = field(default_factory=Step)
-    # Whether steps are timed before the first request. Each of their rows gets a distinct token,
-    # and attention reads the mask.
+    # Whether steps are timed before the first request. Their rows are not padding, and attention
+    # reads the mask.
     profiles: bool = False
 
     @property

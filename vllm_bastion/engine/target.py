@@ -8,7 +8,6 @@ FULL graphs of trees begin with these positions, and those of plain steps read v
 
 from __future__ import annotations
 
-from math import gcd
 from typing import Any
 
 import torch
@@ -130,8 +129,8 @@ class BastionModelState(DefaultModelState):
                 for_capture,
                 **kwargs,
             )
-        if self.runtime.profiles:
-            self._fill_rows(input_batch)
+        if self.runtime.profiles:  # no expert processes what vLLM marks as padding
+            input_batch.is_padding[: input_batch.num_tokens] = False
         step = make_step(self.runtime, input_batch, for_trees=for_capture and not plain)
         self.runtime.step = step
         in_graph = cudagraph_mode != CUDAGraphMode.NONE and not (full and plain)
@@ -147,20 +146,6 @@ class BastionModelState(DefaultModelState):
                 assert isinstance(layer_metadata, TreeMetadata)
                 layer_metadata.trees, layer_metadata.record = self.trees, step
         return metadata
-
-    def _fill_rows(self, batch: InputBatch) -> None:
-        """Give each row of a timed step a distinct token, spread over the vocabulary.
-
-        A row's experts depend mostly on its token, so rows with equal tokens would share them. vLLM
-        marks the rows of a dummy batch as padding, which no expert processes.
-        """
-        rows, vocab = slice(batch.num_tokens), self.model_config.get_vocab_size()
-        # Multiples of the golden section are spread evenly, however many there are. Coprime with
-        # the vocabulary's size, they are distinct until all tokens are used.
-        stride = next(n for n in range(int(0.618 * vocab) or 1, 0, -1) if gcd(n, vocab) == 1)
-        order = torch.arange(1, batch.num_tokens + 1, device=self.device)
-        batch.input_ids[rows] = order * stride % vocab
-        batch.is_padding[rows] = False
 
     def dummy_inputs_embeds(self, num_tokens: int) -> torch.Tensor:
         """A timed step's tokens, for a target that takes embeddings."""
