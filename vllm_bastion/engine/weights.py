@@ -26,16 +26,12 @@ def loading_drafter(drafter: Any, method: str) -> Iterator[None]:
     vLLM joins the layers' weights whenever some have been loaded. That is too early: others may be
     missing, and on a CPU the loaded ones are packed. `weights_changed` does it at the end.
     """
-    drafter.model._build_fused_kv_buffers = _nothing
+    drafter.model._build_fused_kv_buffers = lambda: None
     try:
         with set_model_tag(f"{method}_head"):
             yield
     finally:
         del drafter.model._build_fused_kv_buffers
-
-
-def _nothing() -> None:
-    pass
 
 
 @torch.no_grad()
