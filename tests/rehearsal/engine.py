@@ -103,7 +103,7 @@ def _watch_lengths(errors: list[str]) -> None:
 
     execute = GPUModelRunner.execute_model
 
-    @wraps(execute)  # the hooks compare its signature
+    @wraps(execute)
     def execute_model(self: Any, step: Any, *args: Any, **kwargs: Any) -> Any:
         known = step.scheduled_cached_reqs
         computed = dict(zip(known.req_ids, known.num_computed_tokens, strict=True))

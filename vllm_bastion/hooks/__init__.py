@@ -3,7 +3,7 @@
 
 `table` lists every function that is wrapped; the other modules hold the wrappers, one module for
 each area. `scheduler`, `worker`, `cpu_worker` and `model_runner` are no wrappers: they subclass
-vLLM's, and `engine_args` names them in the configuration.
+vLLM's.
 """
 
 from __future__ import annotations
