@@ -13,7 +13,6 @@ from tests.trees import grow, make_trees
 from vllm_bastion.drafters.capacity import LOGITS_CHUNK_REQS, with_graphs
 from vllm_bastion.drafters.dflash import BastionSpeculator
 from vllm_bastion.policy.trees import Trees
-from vllm_bastion.step import Step
 
 DEPTH, VOCAB, WIDTH = 3, 96, 8
 
@@ -41,7 +40,7 @@ def test_no_more_than_64_requests_have_logits_at_once(requests: int) -> None:
         lm_head=SimpleNamespace(tp_size=1), logits_processor=head, draft_id_to_target_id=None
     )
     trees, whole = bound_trees(requests), bound_trees(requests)
-    speculator = SimpleNamespace(model=model, trees=trees, runtime=SimpleNamespace(step=Step()))
+    speculator: Any = SimpleNamespace(model=model, trees=trees)
     BastionSpeculator._grow_trees(speculator, hidden, requests)
     assert sum(seen) == requests * DEPTH and max(seen) <= LOGITS_CHUNK_REQS * DEPTH
     grow(whole, hidden @ weight, requests)
