@@ -311,9 +311,7 @@ def test_a_drafter_in_fp8_needs_a_gpu(
     arguments.check_options(EngineArgs(model=pair[0]), {"quantization": "fp8"})
 
 
-def test_the_v1_runner_is_refused(
-    pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_v1_runner_is_refused(pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     is_refused(pair, "Model Runner V2", "unset VLLM_USE_V2_MODEL_RUNNER")
 

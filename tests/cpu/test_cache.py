@@ -225,9 +225,7 @@ def test_old_folders_are_pruned_unless_they_are_in_use(folder: Path, process: An
 
 
 @pytest.mark.parametrize("name", ["VLLM_BASTION_CACHE", "XDG_CACHE_HOME", "HOME", "TMPDIR"])
-def test_where_the_cache_is(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_the_cache_is(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last: a user without a home, as in a container that runs under any user id."""
     for other in ("VLLM_BASTION_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(other, raising=False)

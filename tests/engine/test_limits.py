@@ -105,9 +105,7 @@ def test_the_profiling_run_has_the_logits_of_the_largest_step(
         return torch.empty(len(hidden), 10, dtype=hidden.dtype)
 
     ours = object.__new__(model_runner.BastionModelRunner)
-    vars(ours).update(
-        vars(Runner(config)), model=SimpleNamespace(compute_logits=compute_logits)
-    )
+    vars(ours).update(vars(Runner(config)), model=SimpleNamespace(compute_logits=compute_logits))
     monkeypatch.setattr(model_runner, "current_host", lambda: SimpleNamespace(runs_ahead=True))
     monkeypatch.setattr(
         GPUModelRunner, "_dummy_sampler_run", lambda _, hidden: seen.append(("own", len(hidden)))

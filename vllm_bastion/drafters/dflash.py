@@ -89,9 +89,7 @@ class BastionSpeculator(DFlashSpeculator):
         step_rows = len(self.context.source)
         if self.max_num_tokens > step_rows:
             self.vllm_config = copy.copy(config)
-            self.vllm_config.compilation_config = for_all_rows(
-                config.compilation_config, step_rows
-            )
+            self.vllm_config.compilation_config = for_all_rows(config.compilation_config, step_rows)
         try:
             model = super().load_draft_model(*args, **kwargs)
         finally:

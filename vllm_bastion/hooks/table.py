@@ -170,7 +170,7 @@ WORKER_HOOKS = (
     # its warm-up
     Hook(
         target="vllm.v1.worker.gpu.warmup:_warmup_kernels",
-        wrapper="warm_up:warm_up_kernels",
+        wrapper="runner:warm_up_kernels",
         expects="(model_runner, worker_execute_model, worker_sample_tokens, greedy=)",
         why=(
             "its requests grow by four times N + 1 rows, so with a large N they exceed the "

@@ -178,9 +178,7 @@ class Trees:
 
     def grow_ngram(self, num_reqs: int) -> None:
         """Build the trees of a batch from n-gram drafts only: the drafter has no candidates."""
-        self.grow_candidates(
-            self.top_tokens[:num_reqs, :0], self.top_logprobs[:num_reqs, :0, None]
-        )
+        self.grow_candidates(self.top_tokens[:num_reqs, :0], self.top_logprobs[:num_reqs, :0, None])
 
     def grow_candidates(self, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         """Build a batch's trees from its candidates' log-probabilities, in the drafter's graph.
