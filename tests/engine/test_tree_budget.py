@@ -228,7 +228,7 @@ def test_a_fixed_budget_cuts_every_tree() -> None:
     assert steps.verify([NODES, 2]) == {"r0": 3, "r1": 2}
     short = Steps([0, 1], lagged=False, budget=6, most=2 + 5)
     short.draft(0)
-    assert sorted(short.verify([NODES] * 2).values()) == [2, 3]
+    assert sum(short.verify([NODES] * 2).values()) == 5
 
 
 def test_a_prompts_time_is_no_reason_for_larger_trees() -> None:

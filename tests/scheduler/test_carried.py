@@ -55,7 +55,7 @@ def test_nodes_that_were_not_verified_are_not_counted(monkeypatch: pytest.Monkey
 
 def test_counts_stay_where_nothing_was_drafted() -> None:
     output = scheduled()
-    call(new_core(), "update_from_output", lambda *_: None, output, SimpleNamespace())
+    call(new_core(), "update_from_output", lambda *_: {}, output, SimpleNamespace())
     assert output.num_invalid_spec_tokens is None
 
 
