@@ -21,7 +21,6 @@ from tests.e2e.engines import Engine, Runner
 from tests.e2e.marks import on_cpu
 from tests.e2e.test_cuda_path import PLAIN, SETUP
 from vllm_bastion.hooks.hook import Hook
-from vllm_bastion.hooks.table import PLUGIN_HOOKS, WORKER_HOOKS
 
 pytestmark = on_cpu("engines on a CPU host", pytest.mark.slow)
 
