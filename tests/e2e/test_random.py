@@ -52,9 +52,9 @@ def text(rng: random.Random, last: str) -> str:
     return made
 
 
-def random_requests(seed: int) -> Batch:
+def random_requests(seed: int, count: int = REQUESTS) -> Batch:
     rng, batch, last = random.Random(seed), Batch("random requests"), "def "
-    for i in range(REQUESTS):
+    for i in range(count):
         last = text(rng, last)
         params: dict[str, Any] = {"temperature": 0, "max_tokens": rng.randint(1, 70)}
         params["ignore_eos"] = rng.random() < 0.7

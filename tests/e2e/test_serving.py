@@ -69,7 +69,7 @@ class Server:
     def _open(self, path: str, body: dict[str, Any]) -> Any:
         data = json.dumps({"model": TARGET, **body}).encode()
         request = Request(self.url + path, data, {"Content-Type": "application/json"})
-        return urlopen(request, timeout=120)
+        return urlopen(request, timeout=600)
 
     def counters(self) -> dict[str, float]:
         """The spec_decode counters of /metrics, per position `.._per_pos/i`; and plain steps."""
