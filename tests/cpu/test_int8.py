@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from bastion_kernels.cpu.linear import can_multiply_int8
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize(("rows", "inner", "outer"), [(1, 64, 96), (16, 192, 512), (3, 512, 4992)])
 def test_product(rows: int, inner: int, outer: int) -> None:
-    from vllm_bastion.cpu.int8 import int8_product
+    from vllm_bastion.cpu.linear import install_linear
 
     g = torch.Generator().manual_seed(rows)
     # Rows of all sizes, and one of zeros.
@@ -24,7 +25,10 @@ def test_product(rows: int, inner: int, outer: int) -> None:
     weight[outer // 2] = 0
     x = torch.randn(2, rows, inner, generator=g).bfloat16()
     bias = torch.randn(outer, generator=g).bfloat16()
-    product = int8_product(weight)
+    layer = nn.Module()
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    assert install_linear(layer, remove_weight=False, int8=True)
+    product = layer.cpu_linear
     truth = x.double() @ weight.double().t()
     got, empty = product(x, weight[:0], None), weight[:0]
     assert got.shape == truth.shape and got.dtype == torch.bfloat16

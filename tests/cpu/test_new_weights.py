@@ -16,8 +16,7 @@ from vllm_bastion.cpu.build import is_cpu_build
 if not is_cpu_build() or not can_multiply_int8():
     pytest.skip("for CPUs that multiply int8", allow_module_level=True)
 
-from vllm_bastion.cpu import context_kv, int8, linear
-from vllm_bastion.cpu.renew import repack
+from vllm_bastion.cpu import context_kv, linear
 from vllm_bastion.engine.weights import _join, loading_drafter
 
 ours = pytest.mark.skipif(not can_multiply(), reason="for CPUs with bf16 vectors, without AMX")
@@ -46,10 +45,7 @@ def of_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("in_int8", [False, True])
 def test_a_loaded_weight_is_packed_where_compiled_code_reads_it(in_int8: bool) -> None:
     def install() -> None:
-        if in_int8:
-            int8.install_int8(one)
-        else:
-            assert linear.install_linear(one, remove_weight=True)
+        assert linear.install_linear(one, remove_weight=True, int8=in_int8)
 
     one, x = layer(random(64, 32, seed=0)), random(5, 32, seed=1)
     install()
@@ -78,15 +74,15 @@ def test_a_tied_head_follows_the_embeddings(
             dispatch_cpu_unquantized_gemm(one, remove_weight=False)
     drafter.lm_head = target.head
     if in_int8:
-        int8.with_int8_head(drafter)
+        linear.with_int8_head(drafter)
         assert drafter.lm_head is not target.head
     new, x = random(64, 32, seed=2), random(5, 32, seed=1)
     target.embed.weight.data.copy_(new)
     assert not close(target.head.cpu_linear(x, target.head.weight, None), product(x, new))
-    repack(target, drafter)
+    linear.repack(target, drafter)
     for head in (target.embed, target.head, drafter.lm_head):
         assert close(head.cpu_linear(x, head.weight, None), product(x, new))
-    assert int8.is_int8(drafter.lm_head) == in_int8
+    assert linear.is_int8(drafter.lm_head) == in_int8
 
 
 def test_a_drafters_own_head_becomes_int8_itself() -> None:
@@ -94,8 +90,8 @@ def test_a_drafters_own_head_becomes_int8_itself() -> None:
     drafter = nn.Module()
     drafter.lm_head, drafter.has_own_lm_head = layer(random(64, 32, seed=0)), True
     head = drafter.lm_head
-    int8.with_int8_head(drafter)
-    assert drafter.lm_head is head and int8.is_int8(head)
+    linear.with_int8_head(drafter)
+    assert drafter.lm_head is head and linear.is_int8(head)
 
 
 def drafter_model(layers: int) -> SimpleNamespace:

@@ -76,7 +76,7 @@ _ATTRIBUTES = (
     Change(
         target="torch.ops:vllm_bastion",
         why="compiled models can only call registered ops",
-        what="`cpu.linear` registers its matrix products",
+        what="`cpu.linear` registers its matrix product",
         when=_CPU_DRAFTER,
     ),
 )
@@ -122,14 +122,14 @@ _OBJECTS = (
     Change(
         target=f"{_DRAFTER}:DFlashQwen3ForCausalLM.lm_head",
         why="the drafter shares the target's head, which must stay exact",
-        what="`cpu.int8` gives the drafter a copy that multiplies in int8",
+        what="`cpu.linear` gives the drafter a copy that multiplies in int8",
         when=_INT8_DRAFTER,
     ),
     *(
         Change(
             target=f"vllm.model_executor.layers.{layer}.cpu_linear",
             why="see the hook on dispatch_cpu_unquantized_gemm, which assigns it",
-            what="`cpu.linear` and `cpu.int8` set it, and empty `weight` where they have packed it",
+            what="`cpu.linear` sets it, and empties `weight` where it has packed it",
             when=_BF16_PRODUCTS,
         )
         for layer in ("linear:LinearBase", "vocab_parallel_embedding:ParallelLMHead")

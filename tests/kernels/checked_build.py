@@ -14,7 +14,9 @@ def pytest_collection_finish() -> None:
     # Not earlier: conftest.py sets Triton's mode before anything imports the ops.
     from bastion_kernels.cpu import library
 
-    library.add_flags(
+    library._FLAGS += (
         "-DBASTION_CHECK", "-DBASTION_EMULATE_TILES", "-O1", "-g", "-fsanitize=undefined",
         "-fno-sanitize-recover=undefined",
     )  # fmt: skip
+    library._load.cache_clear()
+    library.has_tiles.cache_clear()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import platform
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from bastion_kernels.cpu import attention, cache, library, linear, topk
+from bastion_kernels.cpu import cache, library
 from helpers import ROOT, full_disk, run_python
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's version")
 
 _CSRC = ROOT / "kernels" / "bastion_kernels" / "cpu" / "csrc"
-_TYPES = {"int64_t": ctypes.c_int64, "float": ctypes.c_float}
 
 
 @pytest.fixture
@@ -41,21 +39,15 @@ def build() -> ctypes.CDLL:
     return library._build(*library._FLAGS)
 
 
-@pytest.mark.parametrize(
-    "struct",
-    [linear.LinearArgs, topk.TopKArgs, attention.LayerArgs, attention.StepArgs, attention.RowsArgs],
-)
-def test_arguments_are_the_same_on_both_sides(struct: type[ctypes.Structure]) -> None:
-    sources = "\n".join(path.read_text() for path in sorted(_CSRC.iterdir()))
-    found = re.search(rf"struct {struct.__name__} {{\n(.*?)\n}};", sources, re.DOTALL)
-    assert found is not None
-    fields = []
-    for line in found.group(1).splitlines():
-        declared = re.match(r"  (?:const )?(\w+)(\*?) (\w+);", line)
-        assert declared is not None, line
-        kind, is_pointer, name = declared.groups()
-        fields.append((name, ctypes.c_void_p if is_pointer else _TYPES[kind]))
-    assert fields == list(struct._fields_)
+def test_arguments_are_declared_in_the_sources() -> None:
+    numbers, pointer = library.struct("Numbers"), ctypes.c_void_p
+    assert numbers._fields_ == [("data", pointer), ("format", ctypes.c_int64)]
+    keys = ["heads", "key_heads", "dim", "width"]
+    fields = dict(library.struct("DeltaCommitArgs")._fields_)
+    assert [*fields][:7] == ["paths", *keys, "keys", "keys_layer"]
+    assert fields["paths"] is library.struct("CommitArgs") and fields["keys"] is numbers
+    assert fields["updates"] is pointer and fields["updates_layer"] is ctypes.c_int64
+    assert dict(library.struct("LayerArgs")._fields_)["softcap"] is ctypes.c_float
 
 
 def test_a_library_is_kept_and_found_again(folder: Path) -> None:

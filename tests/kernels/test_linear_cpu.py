@@ -9,18 +9,17 @@ from op_helpers import using_threads
 from torch import Tensor
 
 from bastion_kernels.cpu.linear import (
-    Int8Weight,
+    PackedWeight,
     can_multiply,
     linear_cpu,
-    linear_int8_cpu,
     pack_weight,
 )
 
 pytestmark = pytest.mark.skipif(not can_multiply(), reason="for CPUs that multiply bfloat16 pairs")
 
 
-def product(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    out = torch.full((len(x), packed.shape[0] * 16), torch.nan, dtype=torch.bfloat16)
+def product(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    out = torch.full((len(x), packed.values.shape[0] * 16), torch.nan, dtype=torch.bfloat16)
     linear_cpu(x, packed, bias, out)
     return out
 
@@ -63,11 +62,11 @@ def test_a_row_does_not_depend_on_those_beside_it(threads: int) -> None:
 def test_int8(rows: int, outer: int, inner: int) -> None:
     g = torch.Generator().manual_seed(rows * outer)
     sizes = torch.logspace(-3, 3, outer)[:, None]
-    kept = Int8Weight((torch.randn(outer, inner, generator=g) * sizes).bfloat16())
+    kept = pack_weight((torch.randn(outer, inner, generator=g) * sizes).bfloat16(), int8=True)
+    assert kept is not None
     x = torch.randn(rows, inner + 8, generator=g).bfloat16()[:, :inner]
     x[-1] = 0
-    got = torch.empty(rows, outer, dtype=torch.bfloat16)
-    linear_int8_cpu(x, kept.values, kept.start, kept.scales, got)
+    got = product(x, kept)
     # The whole numbers that are to be multiplied; their sums are exact in float64.
     weight = kept.values.view(outer // 16, inner // 4, 16, 4).transpose(1, 2).reshape(outer, inner)
     top = x.float().abs().amax(1, keepdim=True)

@@ -10,10 +10,10 @@ replacements   Model Runner V2 launches Triton kernels, and vLLM's CPU build has
                kernel of method "bastion" and of plain decoding gets a native function
 noise          vLLM's Gumbel noise, bit for bit
 attention      vLLM's CPU attention takes no tree mask; it keeps prompts and plain rows
-linear, int8   on a CPU steps are bound by the bandwidth of weights: int8 halves a drafter's, and
-               our bf16 product reads the target's once for 17 rows where oneDNN does not
+linear         on a CPU steps are bound by the bandwidth of weights: int8 halves a drafter's, and
+               our bf16 product reads the target's once for 17 rows where oneDNN does not;
+               packed copies are renewed after new weights were loaded
 context_kv     the keys that a drafter stores, normalised by each layer's own weights
-renew          the packed copies of weights, after new weights were loaded
 stored_graphs  loads models that an earlier start compiled, which vLLM alone cannot on a CPU
 
 In other places, because no device runs in parallel with the host: draws at the rows of the walk

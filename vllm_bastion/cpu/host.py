@@ -65,22 +65,21 @@ class CpuHost(Host):
         self, layer: Any, *, drafter_weights: str, in_drafter: bool, remove_weight: bool
     ) -> bool:
         from vllm_bastion.cpu.context_kv import take_rows
-        from vllm_bastion.cpu.int8 import install_int8, int8_wanted, takes_int8
-        from vllm_bastion.cpu.linear import install_linear
+        from vllm_bastion.cpu.linear import install_linear, int8_wanted
 
         if in_drafter:
             take_rows(layer)
         # Embeddings and heads keep their weight; a drafter's head gets int8 in `prepare_drafter`.
-        # `fc` reads the target's hidden states, see `cpu.int8`.
+        # `fc` reads the target's hidden states, see `cpu.linear`.
         rounds = in_drafter and remove_weight and not getattr(layer, "prefix", "").endswith(".fc")
-        if rounds and int8_wanted(drafter_weights, layer.weight.dtype) and takes_int8(layer.weight):
-            install_int8(layer)
+        rounds = rounds and int8_wanted(drafter_weights, layer.weight.dtype)
+        if rounds and install_linear(layer, remove_weight, int8=True):
             return True
         return install_linear(layer, remove_weight)
 
     def prepare_drafter(self, model: Any, drafter_weights: str) -> None:
         from vllm_bastion.cpu import context_kv
-        from vllm_bastion.cpu.int8 import int8_wanted, with_int8_head
+        from vllm_bastion.cpu.linear import int8_wanted, with_int8_head
 
         context_kv.install(model.model)
         head = model.lm_head
@@ -88,7 +87,7 @@ class CpuHost(Host):
             with_int8_head(model)
 
     def weights_changed(self, target: Any, drafter: Any) -> None:
-        from vllm_bastion.cpu.renew import repack
+        from vllm_bastion.cpu.linear import repack
 
         repack(target, drafter)
 
@@ -158,8 +157,7 @@ class CpuHost(Host):
     # ---- the profile at the start ---------------------------------------------------------
 
     def choices(self, drafter_weights: str, dtype: torch.dtype) -> list[str]:
-        from vllm_bastion.cpu.int8 import int8_wanted
-        from vllm_bastion.cpu.linear import can_multiply
+        from vllm_bastion.cpu.linear import can_multiply, int8_wanted
 
         own, threads = can_multiply() and dtype == torch.bfloat16, torch.get_num_threads()
         return [

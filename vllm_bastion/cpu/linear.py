@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products of method "bastion" in bf16 on CPUs.
+"""Matrix products of method "bastion" on CPUs: in bf16, and the drafter's in int8.
 
-On a CPU with bf16 and int8 vectors but no matrix registers, vLLM's own product (oneDNN) takes 1.7
-times as long for 17 rows as for one, because it loads weights and multiplies in turn. Ours overlaps
-the two. The order of the sums differs, as it does between any two libraries. Small weights fit the
-CPU's caches and keep vLLM's product. So do all weights on other CPUs.
+On a CPU with bf16 and int8 vectors but no matrix registers, vLLM's own bf16 product (oneDNN) takes
+1.7 times as long for 17 rows as for one, because it loads weights and multiplies in turn. Ours
+overlaps the two. The order of the sums differs, as it does between any two libraries. Small weights
+fit the CPU's caches and keep vLLM's product. So do all weights on other CPUs.
+
+A drafter's pass over one block mostly reads weights, and int8 halves them. Rounding changes a few
+of its guesses, which are verified like all others, so the emitted tokens stay the target's. Weights
+that multiply the target's hidden states (`fc`, and the context's keys and values) keep the
+checkpoint's dtype. Those states have outliers that one scale per row rounds badly, and the error
+would remain in the drafter's KV cache.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -18,9 +25,10 @@ from torch.library import Library
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from bastion_kernels.cpu.linear import (
+    PackedWeight,
     can_multiply,
+    can_multiply_int8,
     linear_cpu,
-    linear_int8_cpu,
     pack_weight,
 )
 
@@ -29,7 +37,7 @@ MIN_WEIGHT_BYTES = 1 << 20
 
 
 def takes_weight(weight: Tensor) -> bool:
-    """Whether products with this weight are ours."""
+    """Whether bf16 products with this weight are ours."""
     return (
         not weight.is_meta
         and weight.ndim == 2
@@ -39,66 +47,67 @@ def takes_weight(weight: Tensor) -> bool:
     )
 
 
-# Registered as ops, so that vLLM's compiled models can call them.
+def int8_wanted(drafter_weights: str, dtype: torch.dtype) -> bool:
+    """Whether a drafter of this dtype multiplies in int8.
+
+    drafter_weights: the setting `bastion_drafter_weights`.
+    """
+    return drafter_weights == "auto" and dtype == torch.bfloat16 and can_multiply_int8()
+
+
+# Registered as an op, so that vLLM's compiled models can call it.
 _library = Library("vllm_bastion", "DEF")
-_library.define("linear(Tensor x, Tensor packed, Tensor? bias) -> Tensor")
-_library.define("linear_int8(Tensor x, Tensor values, Tensor start, Tensor scales) -> Tensor")
+_library.define(
+    "linear(Tensor x, Tensor values, Tensor? start, Tensor? scales, Tensor? bias) -> Tensor"
+)
 
 
-def _linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    out = _result(x, packed)
-    linear_cpu(_rows(x), packed, bias, out)
+def _linear(
+    x: Tensor, values: Tensor, start: Tensor | None, scales: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    out, rows = _result(x, values), x.reshape(-1, x.shape[-1])
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    linear_cpu(rows, PackedWeight(values, start, scales), bias, out)
     return out
 
 
-def _linear_int8(x: Tensor, values: Tensor, start: Tensor, scales: Tensor) -> Tensor:
-    out = _result(x, values)
-    linear_int8_cpu(_rows(x), values, start, scales, out)
-    return out
-
-
-def _rows(x: Tensor) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
-def _result(x: Tensor, packed: Tensor, *_: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], packed.shape[0] * 16)
+def _result(x: Tensor, values: Tensor, *_: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], values.shape[0] * 16)
 
 
 _library.impl("linear", _linear, "CPU")
 _library.impl("linear", _result, "Meta")
-_library.impl("linear_int8", _linear_int8, "CPU")
-_library.impl("linear_int8", _result, "Meta")
 
 
 # Packed weights that layers share: a head has the weight of its embeddings and installs its own
 # product.
-_packed: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+_packed: MutableMapping[Tensor, PackedWeight] = WeakTensorKeyDictionary()
 
 
-def install_linear(layer: Any, remove_weight: bool) -> bool:
+def install_linear(layer: Any, remove_weight: bool, *, int8: bool = False) -> bool:
     """Set a linear layer's product, as vLLM's `dispatch_cpu_unquantized_gemm` does.
 
     Returns False, and changes nothing, if the weight is not one that our product takes. A layer
-    that has a packed weight of this shape keeps it, with the new values: compiled code reads it.
+    that has such a product keeps its packed weight, with the new values: compiled code reads it.
     """
     weight = layer.weight
-    if not takes_weight(weight):
-        return False
-    packed = _packed.get(weight)
-    if packed is None:
-        packed = pack_weight(weight.data)
+    packed = None if int8 else _packed.get(weight)
+    if packed is None and (int8 or takes_weight(weight)):
+        packed = pack_weight(weight.data, int8=int8)
     if packed is None:
         return False
     earlier = packed_weight(layer)
-    if earlier is not None and earlier.shape == packed.shape:
-        packed = earlier.copy_(packed)
-    if not remove_weight:
+    if earlier is not None and earlier.values.dtype == packed.values.dtype:
+        for tensor, value in zip(earlier, packed, strict=True):
+            if tensor is not None and value is not None:
+                tensor.copy_(value)
+        packed = earlier
+    if not (int8 or remove_weight):
         _packed[weight] = packed
+    parts = tuple(packed)
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out: Tensor = torch.ops.vllm_bastion.linear(x, packed, bias)
+        out: Tensor = torch.ops.vllm_bastion.linear(x, *parts, bias)
         return out
 
     product.packed = packed  # type: ignore[attr-defined]
@@ -108,11 +117,42 @@ def install_linear(layer: Any, remove_weight: bool) -> bool:
     return True
 
 
-def forget_shared() -> None:
-    """Let layers that share a weight pack it anew: its values have changed."""
-    _packed.clear()
-
-
-def packed_weight(layer: Any) -> Tensor | None:
+def packed_weight(layer: Any) -> PackedWeight | None:
     """The packed weight that a layer multiplies by; None if its product is not ours."""
     return getattr(vars(layer).get("cpu_linear"), "packed", None)
+
+
+def is_int8(layer: Any) -> bool:
+    """Whether a layer multiplies in int8."""
+    packed = packed_weight(layer)
+    return packed is not None and packed.scales is not None
+
+
+def with_int8_head(model: nn.Module) -> None:
+    """Make a drafter's head multiply in int8: a copy, if its weight is the target's."""
+    head: Any = model.lm_head
+    if not getattr(model, "has_own_lm_head", False):
+        head = copy.copy(head)
+    if install_linear(head, remove_weight=False, int8=True):
+        model.lm_head = head
+
+
+def repack(*models: nn.Module) -> None:
+    """Pack the weights that layers of these models have kept, after an update in place.
+
+    vLLM packs a layer again when it loads its weight. Heads remain: they share their weight with
+    the embeddings, and vLLM loads it there only. vLLM's configuration must be the current one, as
+    while a model is loaded.
+    """
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    _packed.clear()
+    for model in models:
+        for layer in model.modules():
+            weight = getattr(layer, "weight", None)
+            if "cpu_linear" not in vars(layer) or not isinstance(weight, Tensor):
+                continue
+            if weight.numel() == 0:  # packed when it was loaded
+                continue
+            if not install_linear(layer, remove_weight=False, int8=is_int8(layer)):
+                dispatch_cpu_unquantized_gemm(layer, remove_weight=False)

@@ -26,20 +26,7 @@ __all__ = ["FORMATS", "tree_attention_cpu"]
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FLOAT8 = {torch.float8_e4m3fn: (3, 256.0), torch.float8_e5m2: (4, 1.0)}
 
-LayerArgs = library.struct(
-    "LayerArgs",
-    "heads kv_heads dim query_format *cache cache_format blocks page cache_block "
-    "cache_head layout tiles *offsets window *sinks scale:float softcap:float "
-    "value_scale:float",
-)
-
-StepArgs = library.struct(
-    "StepArgs",
-    "requests *table table_row *starts *lengths *tails *slots *bits bits_slots bits_slot "
-    "bits_row nodes *depths depths_slot",
-)
-
-RowsArgs = library.struct("RowsArgs", "threads *query query_row query_head *out out_row out_head")
+_LayerArgs, _StepArgs, _RowsArgs = map(library.struct, ("LayerArgs", "StepArgs", "RowsArgs"))
 
 
 @lru_cache
@@ -66,7 +53,7 @@ def tree_attention_cpu(
     result = out
     if out.stride(2) != 1:
         out = out.contiguous()
-    rows_args = RowsArgs(
+    rows_args = _RowsArgs(
         torch.get_num_threads(), query.data_ptr(), *query.stride()[:2], out.data_ptr(),
         *out.stride()[:2],
     )  # fmt: skip
@@ -84,7 +71,7 @@ def _layer_args(layer: AttentionLayer, query: Tensor) -> ctypes.Structure:
     blocks, kv_heads, page, dim = *cache.shape[:3], cache.shape[3] // 2
     layout = _rows(page, dim, cache.stride(2)) if layer.layout is None else layer.layout
     tiles = layout.kind == AMX and cache.dtype == torch.bfloat16 and library.has_tiles()
-    return LayerArgs(
+    return _LayerArgs(
         query.shape[1], kv_heads, dim, FORMATS[query.dtype], cache.data_ptr(), cache_format, blocks,
         page, *cache.stride()[:2], layout.kind, tiles, layout.offsets.data_ptr(), layer.window,
         None if layer.sinks is None else layer.sinks.data_ptr(), layer.scale * k_scale * factor,
@@ -94,7 +81,7 @@ def _layer_args(layer: AttentionLayer, query: Tensor) -> ctypes.Structure:
 
 def _step_args(step: AttentionStep) -> ctypes.Structure:
     bits, depths = step.ancestor_bits, step.depths
-    return StepArgs(
+    return _StepArgs(
         step.seq_lens.shape[0], step.block_table.data_ptr(), step.block_table.stride(0),
         step.query_start_loc.data_ptr(), step.seq_lens.data_ptr(), step.tail_lens.data_ptr(),
         step.slots.data_ptr(), bits.data_ptr(), bits.shape[0], *bits.stride()[:2], bits.shape[1],

@@ -32,11 +32,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["njit", "root", "save", "trusted_folder", "unwritable"]
+__all__ = ["njit", "read", "root", "save", "trusted_folder", "unwritable"]
 
 # Below vLLM's logger, whose handler shows it.
 logger = logging.getLogger("vllm.bastion.cpu.cache")
 
+_DIGEST_BYTES = 32
 _KEPT = 3  # folders of a package's older sources
 _IN_USE_S = 14 * 24 * 3600  # an older folder is kept anyway if it was used within this time
 _LOADED = time.time()
@@ -104,16 +105,11 @@ def _cache_class() -> type:
             target_context.refresh()
             try:
                 path = self._path(sig, target_context.codegen())
-                if not self._enabled or path is None:
+                if not self._enabled or path is None or (content := read(path)) is None:
                     return None
-                content = path.read_bytes()
-                checksum, data = content[:32], content[32:]
-                if hashlib.sha256(data).digest() != checksum:
-                    return None
-                return self._impl.rebuild(target_context, pickle.loads(data))
+                return self._impl.rebuild(target_context, pickle.loads(content))
             except Exception as error:
-                if not isinstance(error, FileNotFoundError):
-                    logger.debug("%s is compiled again: %r", self._py_func.__qualname__, error)
+                logger.debug("%s is compiled again: %r", self._py_func.__qualname__, error)
                 return None
 
         def save_overload(self, sig: Any, data: Any) -> None:
@@ -121,8 +117,7 @@ def _cache_class() -> type:
                 path = self._path(sig, data.codegen)
                 if not self._enabled or path is None or not self._impl.check_cachable(data):
                     return
-                content = dumps(self._impl.reduce(data))
-                save(path, hashlib.sha256(content).digest() + content)
+                save(path, dumps(self._impl.reduce(data)))
             except Exception as error:
                 _warn(str(error))
 
@@ -138,15 +133,15 @@ def _cache_class() -> type:
 
 
 def save(path: Path, content: bytes) -> bool:
-    """Write atomically: other processes see the whole file or none. False if it cannot be written.
+    """Write atomically: other processes see the whole file or none. A digest follows the content.
 
-    The reason is logged once.
+    False if it cannot be written; the reason is logged once.
     """
     temporary = ""
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            file.write(content + hashlib.sha256(content).digest())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except OSError as error:
@@ -155,6 +150,16 @@ def save(path: Path, content: bytes) -> bool:
         _warn(f"{error}: make room in {root()}, or set VLLM_BASTION_CACHE")
         return False
     return True
+
+
+def read(path: Path) -> bytes | None:
+    """What `save` has written; None if it is not there or damaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    content, digest = content[:-_DIGEST_BYTES], content[-_DIGEST_BYTES:]
+    return content if hashlib.sha256(content).digest() == digest else None
 
 
 def _package(function: Callable[..., Any]) -> str:
@@ -179,7 +184,8 @@ def _digest(package: str) -> str:
         binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten(),
         config.OPT, config.BOUNDSCHECK, config.CPU_NAME, config.CPU_FEATURES,
     ]  # fmt: skip
-    digest = hashlib.sha256(repr(parts).encode())
+    # The files' format is this module's.
+    digest = hashlib.sha256(repr(parts).encode() + Path(__file__).read_bytes())
     path = Path(str(sys.modules[package].__file__))
     for file in sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]:
         source = file.read_bytes()

@@ -21,47 +21,13 @@ from bastion_kernels.gated_delta.short_conv import ShortConvCommit
 
 __all__ = ["gated_delta_commit", "gated_delta_layer", "short_conv_commit"]
 
-_Numbers = library.struct("Numbers", "*data format")
-
-_LayerArgs = library.struct(
-    "DeltaLayerArgs",
-    "heads key_heads dim width taps format weight:numbers weight_channel weight_tap "
-    "inputs:numbers inputs_place inputs_channel inputs_column state:numbers state_place "
-    "state_head state_key state_value decay_log:numbers decay_bias:numbers max_rows "
-    "*saved_inputs *saved_keys *updates *decays scale:float",
-    numbers=_Numbers,
-)
-
-_StepArgs = library.struct(
-    "DeltaStepArgs", "requests *places *starts *tails *slots *parents parents_slot *rows"
-)
-
-_RowsArgs = library.struct(
-    "DeltaRowsArgs", "threads *mixed mixed_row *b b_row *a a_row *out out_row out_head"
-)
-
-_CommitArgs = library.struct(
-    "CommitArgs",
-    "threads layers requests *table *places places_group *into into_group *starts *logits "
-    "*path path_row depths *lengths",
-)
-
-_DeltaCommitArgs = library.struct(
-    "DeltaCommitArgs",
-    "paths:paths heads key_heads dim width keys:numbers keys_layer keys_row keys_head "
-    "*updates updates_layer *decays decays_layer state_format state_place state_head "
-    "state_key state_value",
-    paths=_CommitArgs,
-    numbers=_Numbers,
-)
-
-_ConvCommitArgs = library.struct(
-    "ConvCommitArgs",
-    "paths:paths channels kept inputs:numbers inputs_layer inputs_row state_format "
-    "state_place state_channel state_column",
-    paths=_CommitArgs,
-    numbers=_Numbers,
-)
+_Numbers, _LayerArgs, _StepArgs, _RowsArgs, _CommitArgs, _DeltaCommitArgs, _ConvCommitArgs = map(
+    library.struct,
+    (
+        "Numbers", "DeltaLayerArgs", "DeltaStepArgs", "DeltaRowsArgs", "CommitArgs",
+        "DeltaCommitArgs", "ConvCommitArgs",
+    ),
+)  # fmt: skip
 
 
 def _numbers(tensor: Tensor) -> ctypes.Structure:

@@ -2,8 +2,8 @@
 """The C++ kernels in `csrc`, compiled for this CPU on first use and kept in the cache folder.
 
 A library's name is a digest of the sources, flags, compiler and CPU, so it is never stale. It is
-compiled in a temporary folder and saved if the cache has room, atomically, so processes may race.
-It ends with a digest of its content: a damaged file is built again.
+compiled in a temporary folder and saved if the cache has room, atomically, so processes may race. A
+damaged file is built again.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import tempfile
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bastion_kernels.cpu.cache import save, trusted_folder
+from bastion_kernels.cpu.cache import read, save, trusted_folder
 
 __all__ = [
-    "CompileError", "add_flags", "has_tiles", "load", "problem", "struct", "threads_problem",
+    "CompileError", "has_tiles", "load", "problem", "struct", "threads_problem",
 ]  # fmt: skip
 
 # Below vLLM's logger, whose handler shows it.
@@ -38,36 +39,26 @@ _FLAGS = (
     "-O3", "-march=native", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast",
     "-fno-math-errno", "-fno-trapping-math", "-w",
 )  # fmt: skip
-_DIGEST_BYTES = 32
+_MEMBERS = re.compile(r"^  (?:const )?(\w+)(\*?) ([\w, ]+);", re.MULTILINE)
+_NUMBERS = {"int64_t": ctypes.c_int64, "float": ctypes.c_float}
 _EMULATED = 2  # tile registers, in a test build
-
-_extra_flags: tuple[str, ...] = ()
 
 
 class CompileError(RuntimeError):
     """The kernels cannot be compiled here; the message has the reason and the remedy."""
 
 
-def struct(name: str, members: str, **structs: type[ctypes.Structure]) -> type[ctypes.Structure]:
-    """A struct of `csrc`, from its members' names in order.
-
-    A name is a 64-bit integer, `*name` a pointer, `name:float` a float, and `name:kind` one of
-    `structs`.
-    """
-    kinds = {"": ctypes.c_int64, "float": ctypes.c_float, **structs}
+@cache
+def struct(name: str) -> type[ctypes.Structure]:
+    """A struct of arguments, as `csrc` declares it: integers, floats, pointers, other structs."""
+    text = "\n".join(path.read_text() for path in _sources())
+    found = re.search(rf"^struct {name} {{\n(.*?)^}};", text, re.DOTALL | re.MULTILINE)
+    assert found is not None, name
     fields: list[tuple[str, Any]] = []
-    for word in members.split():
-        member, _, kind = word.removeprefix("*").partition(":")
-        fields.append((member, ctypes.c_void_p if word.startswith("*") else kinds[kind]))
+    for kind, is_pointer, members in _MEMBERS.findall(found[1]):
+        one = ctypes.c_void_p if is_pointer else _NUMBERS.get(kind) or struct(kind)
+        fields += [(member, one) for member in members.split(", ")]
     return type(name, (ctypes.Structure,), {"_fields_": fields})
-
-
-def add_flags(*flags: str) -> None:
-    """Use more flags from now on, for the tests' checked builds."""
-    global _extra_flags
-    _extra_flags = flags
-    _load.cache_clear()
-    has_tiles.cache_clear()
 
 
 def problem() -> str | None:
@@ -117,9 +108,9 @@ def _load() -> tuple[ctypes.CDLL, bool]:
     second thread pool would compete with PyTorch's for the cores.
     """
     try:
-        return _build(*_FLAGS, "-fopenmp", *_extra_flags), True
+        return _build(*_FLAGS, "-fopenmp"), True
     except OSError:  # this process has no matching OpenMP library
-        return _build(*_FLAGS, *_extra_flags), False
+        return _build(*_FLAGS), False
 
 
 def _compiler() -> list[str]:
@@ -131,7 +122,7 @@ def _build(*flags: str) -> ctypes.CDLL:
     """Load the library for these flags from the cache folder, or compile it."""
     key, folder = _key(flags), trusted_folder("kernels")
     path = None if folder is None else folder / f"{key}.so"
-    if path is not None and _is_whole(path):
+    if path is not None and read(path) is not None:
         return ctypes.CDLL(str(path))
     logger.info(
         "Compiling native code for this CPU, once: expect 15 s for the C++ kernels, and 30 s for "
@@ -172,15 +163,6 @@ def _cpu() -> str:
     return platform.machine()
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether the file exists and ends with the digest of its content."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return False
-    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
-
-
 def _compile(folder: Path, flags: tuple[str, ...]) -> Path:
     """Compile all sources in parallel, then link; returns a library in `folder`."""
     jobs = [
@@ -193,8 +175,6 @@ def _compile(folder: Path, flags: tuple[str, ...]) -> Path:
     # -fopenmp here would link the compiler's OpenMP library.
     link = [flag for flag in flags if flag != "-fopenmp"]
     _run((*_compiler(), *link, "-shared", "-o", str(built), *(job[-1] for job in jobs)))
-    content = built.read_bytes()
-    built.write_bytes(content + hashlib.sha256(content).digest())
     return built
 
 

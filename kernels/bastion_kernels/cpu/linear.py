@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,14 +15,9 @@ from bastion_kernels.cpu import library
 _COLUMNS = 16  # of a packed block
 _PART = 4096  # rows of a weight rounded at once, in fp32
 
-__all__ = [
-    "Int8Weight", "can_multiply", "can_multiply_int8", "linear_cpu", "linear_int8_cpu",
-    "pack_weight",
-]  # fmt: skip
+__all__ = ["PackedWeight", "can_multiply", "can_multiply_int8", "linear_cpu", "pack_weight"]
 
-LinearArgs = library.struct(
-    "LinearArgs", "threads rows words blocks *x x_row *packed *bias *start *scales *out"
-)
+_Args = library.struct("LinearArgs")
 
 
 @lru_cache
@@ -39,34 +35,31 @@ def can_multiply_int8() -> bool:
     return library.problem() is None and hasattr(library.load(), "bastion_linear")
 
 
-def pack_weight(weight: Tensor) -> Tensor | None:
-    """weight: [N, K] of w bytes -> [N / 16, w K / 4, 64 / w], or None if N or K does not divide.
+class PackedWeight(NamedTuple):
+    """A weight [N, K] of w bytes, packed for `linear_cpu`.
 
-    Words of 4 bytes of K, interleaved for 16 columns, as one instruction multiplies them.
+    Words of 4 bytes of K are interleaved for 16 columns, as one instruction multiplies them.
     """
+
+    values: Tensor  # [N / 16, w K / 4, 64 / w] bf16 or int8
+    # In int8: [N] int32, which correct x, stored unsigned and 128 too large.
+    start: Tensor | None = None
+    scales: Tensor | None = None  # in int8: [N] float32
+
+
+def pack_weight(weight: Tensor, *, int8: bool = False) -> PackedWeight | None:
+    """Pack a weight [N, K] bf16, rounded to int8 or not; None if N or K does not divide."""
     outer, inner = weight.shape
-    word = 4 // weight.element_size()
+    word = 4 if int8 else 2
     if outer % _COLUMNS or inner % word:
         return None
+    start = scales = None
+    if int8:
+        weight, scales = round_rows(weight)
+        start = -128 * weight.sum(1, dtype=torch.int32)
     packed = weight.view(outer // _COLUMNS, _COLUMNS, inner // word, word).transpose(1, 2)
-    return packed.reshape(outer // _COLUMNS, inner // word, word * _COLUMNS)
-
-
-class Int8Weight:
-    """A weight [N, K] bf16 (not kept), rounded and packed for `linear_int8_cpu`.
-
-    Raises:
-        ValueError: N is not a multiple of 16, or K not of 4.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        rounded, self.scales = round_rows(weight)
-        values = pack_weight(rounded)
-        if values is None:
-            raise ValueError(f"a weight of {tuple(weight.shape)} cannot be packed")
-        self.values = values
-        # corrects x, which is stored unsigned, 128 too large
-        self.start = -128 * rounded.sum(1, dtype=torch.int32)
+    values = packed.reshape(outer // _COLUMNS, inner // word, word * _COLUMNS)
+    return PackedWeight(values, start, scales)
 
 
 def round_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,44 +72,26 @@ def round_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     return rounded, scales
 
 
-def linear_cpu(x: Tensor, packed: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Products of rows with a weight, summed in float32 in the order of K.
+def linear_cpu(x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor) -> None:
+    """Products of rows with a weight.
 
-    A row's result does not depend on the other rows, bit for bit.
+    In bf16 they are summed in float32 in the order of K, and a row's result does not depend on the
+    other rows, bit for bit. In int8 each row of x is rounded by its own scale.
 
     Args:
         x: [M, K] bf16, of unit stride in K.
-        packed: [N / 16, K / 2, 32] bf16, see `pack_weight`.
         bias: [N] bf16 or None.
-        out: [M, N] bf16, contiguous; written.
+        out: [.., N] bf16, contiguous; written.
     """
-    _multiply(x, packed, bias, None, None, out)
-
-
-def linear_int8_cpu(x: Tensor, values: Tensor, start: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Products of rows, each rounded to int8 by its own scale, with an `Int8Weight`'s parts.
-
-    Args:
-        x: [M, K] bf16, of unit stride in K.
-        values: [N / 16, K / 4, 64] int8.
-        start: [N] int32.
-        scales: [N] float32.
-        out: [M, N] bf16, contiguous; written.
-    """
-    _multiply(x, values, None, start, scales, out)
-
-
-def _multiply(
-    x: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    start: Tensor | None,
-    scales: Tensor | None,
-    out: Tensor,
-) -> None:
-    columns = (None if tensor is None else tensor.data_ptr() for tensor in (bias, start, scales))
-    args = LinearArgs(
-        torch.get_num_threads(), x.shape[0], packed.shape[1], packed.shape[0], x.data_ptr(),
-        x.stride(0), packed.data_ptr(), *columns, out.data_ptr(),
+    values, start, scales = weight
+    in_kernel = bias if scales is None else None
+    columns = (
+        None if tensor is None else tensor.data_ptr() for tensor in (in_kernel, start, scales)
+    )
+    args = _Args(
+        torch.get_num_threads(), x.shape[0], values.shape[1], values.shape[0], x.data_ptr(),
+        x.stride(0), values.data_ptr(), *columns, out.data_ptr(),
     )  # fmt: skip
     library.load().bastion_linear(ctypes.byref(args))
+    if bias is not None and in_kernel is None:
+        out += bias

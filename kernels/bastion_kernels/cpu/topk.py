@@ -17,10 +17,7 @@ from bastion_kernels.draft.topk_merge import MAX_TOKEN, NO_KEY, MergeTopk
 
 __all__ = ["merge_topk", "topk_logprobs", "topk_partial"]
 
-TopKArgs = library.struct(
-    "TopKArgs",
-    "threads rows vocab k half *logits logits_row *tokens tokens_row *logprobs logprobs_row",
-)
+_Args = library.struct("TopKArgs")
 
 
 def topk_logprobs(op: TopkLogprobs) -> None:
@@ -29,7 +26,7 @@ def topk_logprobs(op: TopkLogprobs) -> None:
     rows, vocab = logits.shape
     if logits.dtype == torch.float16 or logits.stride(1) != 1:
         logits = logits.to(torch.float32).contiguous()
-    args = TopKArgs(
+    args = _Args(
         torch.get_num_threads(), rows, vocab, op.k, logits.dtype == torch.bfloat16,
         logits.data_ptr(), logits.stride(0), tokens.data_ptr(), tokens.stride(0),
         logprobs.data_ptr(), logprobs.stride(0),
