@@ -14,10 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from bastion_kernels.bound import BoundOp
 
 # Draws a token for the given rows of the step's logits, or for all rows: rows [A] int64 or None ->
 # processed logits [A, V] and tokens [A] int64.
@@ -127,7 +130,8 @@ class Host:
         self,
         logits: Tensor,
         draw: Draw,
-        walk: tuple[Any, ...],
+        accept_path: BoundOp,
+        given: tuple[Any, ...],
         *,
         every_row: bool,
         keep_processed: bool,
@@ -138,7 +142,8 @@ class Host:
         Args:
             logits: [L, V] of the step.
             draw: draws a row's token.
-            walk: all arguments of `bastion_kernels.accept_path` after the tokens.
+            accept_path: the op; its first argument is the tokens.
+            given: its other arguments.
             every_row: a processor needs all rows, so all of them are drawn.
             keep_processed: the caller reads the returned logits on accepted paths.
             is_argmax: whether every token is the argmax of its unprocessed row.
@@ -146,10 +151,8 @@ class Host:
         Returns:
             Processed logits [L, V], valid on the accepted paths if `keep_processed`.
         """
-        from bastion_kernels import accept_path
-
         processed, tokens = draw(None)
-        accept_path(tokens, *walk)
+        accept_path(tokens, *given)
         return processed
 
     def run_gated_delta(

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from bastion_kernels import (
-    KVCompactor,
+    KVCaches,
     accept_path,
     ancestor_bits,
     bind_slots,
+    compact_caches,
     context_rows,
     expand_best_first,
     gather_rows,
@@ -151,7 +152,7 @@ def compact_case(model: Model, reqs: int, device: str) -> Case:
         torch.randint(-99, 99, shape, device=device).to(model.dtype).transpose(1, 2)
         for _ in range(model.layers)
     ]
-    compactor = KVCompactor(caches, [0] * len(caches), [None] * len(caches))
+    compact = partial(compact_caches, KVCaches(caches, [0] * len(caches)))
     starts = torch.arange(reqs + 1, dtype=torch.int32, device=device) * rows
     path = torch.full((reqs, model.depth + 1), -1, dtype=torch.int32, device=device)
     path[:, : moves + 1] = 2 * torch.arange(moves + 1, device=device)
@@ -164,13 +165,13 @@ def compact_case(model: Model, reqs: int, device: str) -> Case:
     def check() -> None:
         wants, own = [rows_of(cache) for cache in caches], slots.view(-1, rows)
         for step in steps:
-            compactor.compact(*step)
+            compact(*step)
         for cache, want in zip(caches, wants, strict=True):
             want[own[:, : moves + 1]] = want[own[:, : 2 * moves + 1 : 2]]
             if not torch.equal(rows_of(cache), want):
-                raise AssertionError("KVCompactor moved other rows")
+                raise AssertionError("compact_caches moved other rows")
 
-    return Case(check, [partial(compactor.compact, *step) for step in steps], bytes_moved)
+    return Case(check, [partial(compact, *step) for step in steps], bytes_moved)
 
 
 def step_cases(model: Model, device: str) -> list[Entry]:

@@ -17,13 +17,13 @@ are stored by non-increasing path score, parents first, so any prefix of the col
 
 from bastion_kernels.accept.gather import gather_rows
 from bastion_kernels.accept.history import ancestor_tokens, mask_bad_words, penalise_ancestors
-from bastion_kernels.accept.kv_compact import KVCompactor
+from bastion_kernels.accept.kv_compact import KVCaches, compact_caches
 from bastion_kernels.accept.walk import accept_path
 from bastion_kernels.attention.kv_layout import KVLayout, learn_layout
 from bastion_kernels.attention.mask import ancestor_bits, tree_positions
 from bastion_kernels.attention.tree_attention import AttentionLayer, AttentionStep
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
-from bastion_kernels.draft.best_first import NgramRows, expand_best_first
+from bastion_kernels.draft.best_first import expand_best_first
 from bastion_kernels.draft.find_ngram import find_ngram
 from bastion_kernels.draft.inputs import draft_inputs
 from bastion_kernels.draft.mix_ngram import mix_ngram, ngram_chances, ngram_priors
@@ -39,16 +39,16 @@ from bastion_kernels.rows import bind_slots, context_rows
 __all__ = [
     "AttentionLayer",
     "AttentionStep",
-    "KVCompactor",
+    "KVCaches",
     "KVLayout",
     "LayerStates",
-    "NgramRows",
     "StateBlocks",
     "TreeAttentionWorkspace",
     "accept_path",
     "ancestor_bits",
     "ancestor_tokens",
     "bind_slots",
+    "compact_caches",
     "context_rows",
     "draft_inputs",
     "expand_best_first",

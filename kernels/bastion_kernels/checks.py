@@ -3,6 +3,7 @@
 
     "[R, N + 1, *] int32 or int64"    sizes, then dtypes; none: any dtype
     "[>= R + 1] int32, strided"       strided: the last dimension need not be contiguous
+    "G of [*, *] int32"               a sequence of G tensors
 
 A name has one size in all arguments of a call; a formula is of such names; * is any size.
 """
@@ -10,10 +11,10 @@ A name has one size in all arguments of a call; a formula is of such names; * is
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, dtype
@@ -30,15 +31,16 @@ class Declared(NamedTuple):
     formulas: tuple[tuple[int, CodeType], ...]  # dimension, its size or least size
     dtypes: tuple[dtype, ...]
     strided: bool
+    length: str | None  # the name of a sequence's length
 
 
 @cache
 def declared(text: str) -> Declared:
     """Parse a declaration."""
-    found = re.fullmatch(r"\[(.*)\](?: ([\w ]+))?(, strided)?", text)
+    found = re.fullmatch(r"(?:(\w+) of )?\[(.*)\](?: ([\w ]+))?(, strided)?", text)
     assert found is not None, text
-    dims = tuple(found[1].split(", "))
-    kinds = (found[2] or "").split(" or ") if found[2] else []
+    dims = tuple(found[2].split(", "))
+    kinds = found[3].split(" or ") if found[3] else []
     dtypes = [_KINDS.get(kind) or (getattr(torch, kind),) for kind in kinds]
     names = tuple(dim if dim.isidentifier() else None for dim in dims)
     formulas = [
@@ -46,12 +48,12 @@ def declared(text: str) -> Declared:
         for i, dim in enumerate(dims)
         if not dim.isidentifier() and dim != "*"
     ]
-    return Declared(dims, names, tuple(formulas), sum(dtypes, ()), found[3] is not None)
+    return Declared(dims, names, tuple(formulas), sum(dtypes, ()), found[4] is not None, found[1])
 
 
 def check(
-    op: str, names: Sequence[str], tensors: Sequence[Tensor | None], wanted: Sequence[Declared],
-    **sizes: int,
+    op: str, names: Sequence[str], values: Sequence[Tensor | Sequence[Tensor] | None],
+    wanted: Sequence[Declared], **sizes: int,
 ) -> None:  # fmt: skip
     """Raise unless the tensors are as declared; None is not looked at.
 
@@ -60,67 +62,37 @@ def check(
         sizes: of names that are known already.
 
     Raises:
-        ValueError: wrong number of dimensions, a wrong size or stride.
+        ValueError: wrong number of tensors or dimensions, a wrong size or stride.
         TypeError: wrong dtype.
     """
     later = []
-    for name, tensor, one in zip(names, tensors, wanted, strict=True):
-        if tensor is None:
+    for name, value, one in zip(names, values, wanted, strict=True):
+        if value is None:
             continue
-        shape = tensor.shape
-        fits = len(shape) == len(one.dims)
-        for dim, size in zip(one.names, shape):
-            if dim is not None and sizes.setdefault(dim, size) != size:
-                fits = False
-        if not fits:
-            raise ValueError(_wrong_shape(op, name, tensor, one, sizes))
-        if one.dtypes and tensor.dtype not in one.dtypes:
-            kinds = " or ".join(map(str, one.dtypes))
-            raise TypeError(f"{op}: {name} must be {kinds}, got {tensor.dtype}")
-        if not (one.strided or tensor.is_contiguous()) and shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(f"{op}: the last dimension of {name} must be contiguous")
-        if one.formulas:
-            later.append((name, tensor, one))
+        tensors = (value,) if isinstance(value, Tensor) else value
+        if one.length is not None and sizes.setdefault(one.length, len(tensors)) != len(tensors):
+            raise ValueError(f"{op}: {len(tensors)} {name}, not {sizes[one.length]}")
+        for tensor in tensors:
+            shape = tensor.shape
+            fits = len(shape) == len(one.dims)
+            for dim, size in zip(one.names, shape):
+                if dim is not None and sizes.setdefault(dim, size) != size:
+                    fits = False
+            if not fits:
+                raise ValueError(_wrong_shape(op, name, tensor, one, sizes))
+            if one.dtypes and tensor.dtype not in one.dtypes:
+                kinds = " or ".join(map(str, one.dtypes))
+                raise TypeError(f"{op}: {name} must be {kinds}, got {tensor.dtype}")
+            contiguous = one.strided or tensor.is_contiguous() or tensor.stride(-1) == 1
+            if not contiguous and shape[-1] > 1:
+                raise ValueError(f"{op}: the last dimension of {name} must be contiguous")
+            if one.formulas:
+                later.append((name, tensor, one))
     for name, tensor, one in later:
         for i, formula in one.formulas:
             size, least = tensor.shape[i], eval(formula, _NO_GLOBALS, sizes)
             if size < least or (size > least and one.dims[i][0] != ">"):
                 raise ValueError(_wrong_shape(op, name, tensor, one, sizes))
-
-
-def quick_check(wanted: Mapping[str, Declared]) -> Callable[[Any], bool]:
-    """Make a function that tells of an object with these attributes whether `check` would pass.
-
-    False may also mean that a tensor is not contiguous as a whole. It takes half of `check`'s time,
-    and a step has about 50 arguments.
-    """
-    lines, formulas, known = ["def fits(it):"], list[str](), set[str]()
-    scope: dict[str, Any] = {}
-    for i, (name, one) in enumerate(wanted.items()):
-        scope[f"types{i}"] = one.dtypes
-        lines += [f" x = it.{name}", " if x is not None:", f"  s{i} = s = x.shape"]
-        wrong = [f"len(s) != {len(one.dims)}"]
-        if one.dtypes:
-            wrong.append(f"x.dtype not in types{i}")
-        if not one.strided:
-            wrong.append("not x.is_contiguous()")
-        lines.append(f"  if {' or '.join(wrong)}: return False")
-        for place, dim in enumerate(one.names):
-            if dim in known:
-                lines.append(f"  if s[{place}] != {dim}: return False")
-            elif dim is not None:
-                lines.append(f"  {dim} = s[{place}]")
-                known.add(dim)
-        for place, _ in one.formulas:
-            wanted_size, sign = one.dims[place], "!="
-            if wanted_size[0] == ">":
-                wanted_size, sign = wanted_size.removeprefix(">= "), "<"
-            formulas.append(
-                f" if it.{name} is not None and s{i}[{place}] {sign} {wanted_size}: return False"
-            )
-    exec("\n".join([*lines, *formulas, " return True"]), scope)
-    found: Callable[[Any], bool] = scope["fits"]
-    return found
 
 
 def check_one(op: str, name: str, tensor: Tensor, text: str, **sizes: int) -> None:

@@ -10,8 +10,9 @@
 
     double = public(Double, cpu="package.module")
 
-`double(x, out)` checks its arguments and runs the version for the device. `double.triton` and
-`double.cpu` run one version, unchecked. What an op computes is written down in `tests/references`.
+`double(x, out)` runs the version for the device. It checks its arguments in the first call with as
+many rows. `double.triton` and `double.cpu` run one version, unchecked. `double.bind(out=out)` is
+the op for calls in which `out` stays. What an op computes is in `tests/references`.
 """
 
 from __future__ import annotations
@@ -21,37 +22,18 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, ClassVar, Generic, ParamSpec, cast, get_type_hints
 
-from torch import Tensor
-
-from bastion_kernels.checks import Declared, check, declared, quick_check
+from bastion_kernels.bound import BoundOp, Launched
+from bastion_kernels.checks import Declared, check, declared
 
 _P = ParamSpec("_P")
 # A kernel's parameter: its name, the argument that it is found in, and that argument's dimension if
 # it is a stride or a size.
 _Parameter = tuple[str, str, int | None, int | None]
+# First dimensions of the tensor whose rows count as those of a call; the first one found.
+_BATCHES = ("R", "R + 1", "M", "P", "T")
 
 
-class Arguments:
-    """A dataclass some of whose fields are declared tensors."""
-
-    __slots__ = ()
-    declared: ClassVar[dict[str, Declared]]
-    _fits: ClassVar[Callable[[Any], bool]]
-
-    def __init_subclass__(cls) -> None:
-        hints = get_type_hints(cls, include_extras=True)
-        found = {name: getattr(hints[name], "__metadata__", None) for name in cls.__annotations__}
-        cls.declared = {name: declared(one[0]) for name, one in found.items() if one is not None}
-        cls._fits = quick_check(cls.declared)
-
-    def check_declared(self, op: str, **sizes: int) -> None:
-        """Raise unless the fields are as declared, see `checks.check`."""
-        if sizes or not self._fits():
-            tensors = [getattr(self, name) for name in self.declared]
-            check(op, tuple(self.declared), tensors, tuple(self.declared.values()), **sizes)
-
-
-class Op(Arguments):
+class Op:
     """The arguments of one call. Subclasses are dataclasses with slots.
 
     A call raises ValueError (shapes, sizes, strides) or TypeError (dtypes) if its arguments do not
@@ -60,25 +42,38 @@ class Op(Arguments):
 
     __slots__ = ()
     name: ClassVar[str]
+    declared: ClassVar[dict[str, Declared]]
     # By kernel: its parameters that `launch` finds in the arguments.
     _parameters: ClassVar[dict[int, list[_Parameter]]]
 
+    def __init_subclass__(cls) -> None:
+        hints = get_type_hints(cls, include_extras=True)
+        found = {name: getattr(hints[name], "__metadata__", None) for name in cls.__annotations__}
+        cls.declared = {name: declared(one[0]) for name, one in found.items() if one is not None}
+
     def check(self) -> None:
         """Raise unless the arguments fit together."""
-        self.check_declared(self.name)
+        self.check_declared()
 
-    def triton(self) -> None:
-        """Launch the Triton kernel."""
+    def check_declared(self, **sizes: int) -> None:
+        """Raise unless the arguments are as declared, see `checks.check`."""
+        tensors = [getattr(self, name) for name in self.declared]
+        check(self.name, tuple(self.declared), tensors, tuple(self.declared.values()), **sizes)
+
+    def triton(self) -> Launched | None:
+        """Launch the Triton kernel. An op that can be bound returns its only launch."""
         raise NotImplementedError
 
-    def launch(self, kernel: Any, *grid: int, **others: Any) -> None:
+    def launch(self, kernel: Any, *grid: int, **others: Any) -> Launched | None:
         """Launch a kernel; nothing to do if the grid is empty.
 
         A parameter of the kernel that is not among `others` has the name of an argument, or it is
         stride_x_r, argument x's stride in its dimension R, or a size of an argument, as declared.
+        Strides and sizes of an absent argument are 0. A sequence and its strides become tuples, an
+        empty one None.
         """
         if 0 in grid:
-            return
+            return None
         run = kernel[grid]
         parameters = self._parameters.get(id(kernel))
         if parameters is None:
@@ -86,12 +81,15 @@ class Op(Arguments):
             parameters = self._parameters[id(kernel)] = found
         for name, argument, stride, size in parameters:
             value = getattr(self, argument)
-            if stride is not None:
+            if isinstance(value, (list, tuple)):
+                value = tuple(one.stride(stride) for one in value) if stride is not None else value
+                value = tuple(value) or None
+            elif stride is not None:
                 value = 0 if value is None else value.stride(stride)
             elif size is not None:
-                value = value.shape[size]
+                value = 0 if value is None else value.shape[size]
             others[name] = value
-        run(**others)
+        return Launched(kernel, run(**others), grid, others)
 
     @classmethod
     def _find(cls, name: str) -> _Parameter:
@@ -108,6 +106,16 @@ class Op(Arguments):
         )
 
 
+def cdiv(size: int, part: int) -> int:
+    """How many parts hold `size`."""
+    return -(-size // part)
+
+
+def padded(size: int, least: int = 1) -> int:
+    """The power of two that holds `size`, and `least`."""
+    return max(least, 1 << max(size - 1, 0).bit_length())
+
+
 def load(module: str, name: str) -> Any:
     """Import a name on demand; GPU processes must not import the CPU modules."""
     return getattr(import_module(module), name)
@@ -116,12 +124,14 @@ def load(module: str, name: str) -> Any:
 class PublicOp(Generic[_P]):
     """The callable of an op; see `public`."""
 
-    def __init__(
-        self, arguments: Callable[_P, Op], name: str, cpu: str | None, device_of: str
-    ) -> None:
+    def __init__(self, arguments: Callable[_P, Op], name: str, cpu: str | None) -> None:
         self.__name__, self.__doc__ = name, arguments.__doc__
-        self._arguments, self._cpu, self._device_of = arguments, cpu, device_of
+        self.arguments = cast(Any, arguments)  # the op's class
+        first = {one.dims[0]: name for name, one in reversed(self.arguments.declared.items())}
+        self.batch = next(first[dim] for dim in _BATCHES if dim in first)
+        self._cpu = cpu
         self._loaded: Callable[[Op], None] | None = None
+        self._checked = set[int]()  # numbers of rows
 
         def triton(*args: _P.args, **kwargs: _P.kwargs) -> None:
             arguments(*args, **kwargs).triton()
@@ -133,13 +143,27 @@ class PublicOp(Generic[_P]):
         self.triton.__name__, self.cpu.__name__ = f"{name}_triton", f"{name}_cpu"
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        call = self._arguments(*args, **kwargs)
-        call.check()
-        tensor: Tensor = getattr(call, self._device_of)
+        self.run(self.arguments(*args, **kwargs))
+
+    def bind(self, **kept: Any) -> BoundOp:
+        """The op for calls with these arguments, which repeat a launch without looking at them.
+
+        A call takes the others, by position. Calls with as many rows differ in what these tensors
+        contain, in their addresses and in integers, and in nothing else that the kernel reads.
+        """
+        return BoundOp(self, kept)
+
+    def run(self, call: Op) -> Launched | None:
+        """Run the version for the device."""
+        tensor = getattr(call, self.batch)
+        rows = tensor.shape[0]
+        if rows not in self._checked:
+            call.check()
+            self._checked.add(rows)
         if tensor.is_cuda or self._cpu is None:
-            call.triton()
-        else:
-            self._run_on_cpu(call)
+            return call.triton()
+        self._run_on_cpu(call)
+        return None
 
     def _run_on_cpu(self, call: Op) -> None:
         if self._loaded is None:
@@ -148,18 +172,15 @@ class PublicOp(Generic[_P]):
         self._loaded(call)
 
 
-def public(
-    arguments: Callable[_P, Op], *, cpu: str | None = None, device_of: str | None = None
-) -> PublicOp[_P]:
+def public(arguments: Callable[_P, Op], *, cpu: str | None = None) -> PublicOp[_P]:
     """Make the callable of an op. Its name is the class's: `AcceptPath` makes `accept_path`.
 
     Args:
         arguments: the op's class.
         cpu: module of the CPU version, a function of that name whose argument is the op. Imported
             by the first call on a CPU. None: Triton only, on a CPU in its interpreter.
-        device_of: the argument whose device selects the version; None: the first.
     """
     op = cast(type[Op], arguments)
     op.name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", op.__name__).lower()
     op._parameters = {}
-    return PublicOp(arguments, op.name, cpu, device_of or next(iter(op.__annotations__)))
+    return PublicOp(arguments, op.name, cpu)

@@ -20,8 +20,8 @@ from typing import Annotated
 
 from torch import Tensor
 
-from bastion_kernels.checks import check_one
-from bastion_kernels.op import Op, public
+from bastion_kernels.bound import Launched
+from bastion_kernels.op import Op, cdiv, public
 from bastion_kernels.triton_or_none import tl, triton
 
 _BLOCK = 128
@@ -130,8 +130,8 @@ class BindSlots(Op):
     # First logits row of each request; None: no trees, or only chains, which need no mask.
     cu_num_logits: Annotated[Tensor | None, "[>= R + 1] int32"] = None
 
-    def triton(self) -> None:
-        self.launch(_bind_kernel, triton.cdiv(self.slots.shape[0], _BLOCK), BLOCK=_BLOCK)
+    def triton(self) -> Launched | None:
+        return self.launch(_bind_kernel, cdiv(self.slots.shape[0], _BLOCK), BLOCK=_BLOCK)
 
 
 bind_slots = public(BindSlots, cpu="bastion_kernels.cpu.rows")
@@ -159,28 +159,17 @@ class ContextRows(Op):
     context_positions: Annotated[Tensor, "[*] int64"]  # written: of each context row
     context_rejected: Annotated[Tensor, "[R] int32"]  # written: rejected rows from the root on
     max_rows: int  # most context rows of any request
-    slot_mappings: Sequence[Tensor] = ()  # [T] int64 of each cache: the slot of each target row
-    # [>= M] int64 of each cache, written: the slot of every context row, -1 for rejected ones,
-    # whose positions are 0 then.
-    context_slots: Sequence[Tensor] = ()
-
-    def check(self) -> None:
-        Op.check(self)
-        if len(self.slot_mappings) != len(self.context_slots):
-            raise ValueError(
-                f"{self.name}: {len(self.slot_mappings)} slot_mappings but "
-                f"{len(self.context_slots)} context_slots"
-            )
-        for slots in (*self.slot_mappings, *self.context_slots):
-            check_one(self.name, "slots of a cache", slots, "[T] int64")
+    # Of each cache: the slot of each target row.
+    slot_mappings: Annotated[Sequence[Tensor], "G of [*] int64"] = ()
+    # Of each cache, written: the slot of each of M context rows, -1 for rejected ones, whose
+    # positions are 0 then.
+    context_slots: Annotated[Sequence[Tensor], "G of [*] int64"] = ()
 
     def triton(self) -> None:
         self.launch(
             _context_rows_kernel,
             self.num_sampled.shape[0],
-            triton.cdiv(self.max_rows, _BLOCK),
-            slot_mappings=tuple(self.slot_mappings) or None,
-            context_slots=tuple(self.context_slots) or None,
+            cdiv(self.max_rows, _BLOCK),
             BLOCK=_BLOCK,
         )
 

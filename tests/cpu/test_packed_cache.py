@@ -9,8 +9,9 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from bastion_kernels import AttentionLayer, AttentionStep, KVCompactor
+from bastion_kernels import AttentionLayer, AttentionStep, KVCaches, compact_caches
 from bastion_kernels.attention.kv_layout import OTHER
+from tests.references.kv_layout import unpacked
 from vllm_bastion.attention.kv_cache import float8
 from vllm_bastion.cpu.attention import cache_layout
 
@@ -76,7 +77,7 @@ def test_our_ops_agree_with_vllms_kernels(dtype: torch.dtype, dim: int, kind: st
     keys, values = cache.view(shape[0], KV_HEADS, 2 * PAGE, dim).chunk(2, dim=2)
     kv = torch.randn(2, sum(lengths), KV_HEADS, dim).to(dtype)
     ops.cpu_attn_reshape_and_cache(kv[0], kv[1], keys, values, torch.cat(slots), isa, **scales)
-    found = layout.read(cache).transpose(1, 2).flatten(0, 1)[torch.cat(slots)]
+    found = unpacked(cache, layout).transpose(1, 2).flatten(0, 1)[torch.cat(slots)]
     if held == dtype:
         assert torch.equal(found, torch.cat([kv[0], kv[1]], 2))
     else:
@@ -104,7 +105,7 @@ def test_our_ops_agree_with_vllms_kernels(dtype: torch.dtype, dim: int, kind: st
     attend = AttentionLayer(cache.view(held), scale, layout=layout, **factors)
     attend(step, query, got)
     error = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 2e-5}[dtype]
-    stored = layout.read(cache).transpose(1, 2).flatten(0, 1).view(held).float()
+    stored = unpacked(cache, layout).transpose(1, 2).flatten(0, 1).view(held).float()
     parts = zip(stored.chunk(2, dim=2), factors.values() or (1.0, 1.0), strict=True)
     exact = attention(query, [part * factor for part, factor in parts], table, rows, lengths, scale)
     torch.testing.assert_close(got, exact, atol=error, rtol=error)
@@ -116,9 +117,9 @@ def test_our_ops_agree_with_vllms_kernels(dtype: torch.dtype, dim: int, kind: st
     step = torch.cat([torch.cat(slots)[300:320], torch.zeros(1, dtype=torch.int64)])[None]
     one = torch.tensor([0, 20], dtype=torch.int32)
     path = torch.tensor([[0, 2, 7, -1]], dtype=torch.int32)
-    before = layout.read(cache).transpose(1, 2).flatten(0, 1)
-    KVCompactor([cache], [0], [layout]).compact(step, one, one, path)
-    after = layout.read(cache).transpose(1, 2).flatten(0, 1)
+    before = unpacked(cache, layout).transpose(1, 2).flatten(0, 1)
+    compact_caches(KVCaches([cache], [0], [layout]), step, one, one, path)
+    after = unpacked(cache, layout).transpose(1, 2).flatten(0, 1)
     want = before.clone()
     want[slots[0][301]], want[slots[0][302]] = before[slots[0][302]], before[slots[0][307]]
     assert torch.equal(after, want)

@@ -15,6 +15,7 @@ from bastion_kernels.attention.kv_layout import KVLayout
 from bastion_kernels.attention.tree_attention import AttentionLayer, AttentionStep
 from bastion_kernels.attention.workspace import Tiles, TreeAttentionWorkspace
 from tests import references
+from tests.references.kv_layout import packed
 
 POISON = -7777.0
 PATHS = ["reference", "triton", *(["cpu"] if DEVICE.type == "cpu" else [])]
@@ -246,7 +247,7 @@ class Batch:
     def cpu(self) -> Tensor:
         args, kinds = list(self.args()), self.kinds()
         if self.layout is not None:
-            args[1] = self.layout.write(args[1].contiguous())
+            args[1] = packed(args[1].contiguous(), self.layout)
         assert kinds.pop("q_scale") is None
         attend(*args, **kinds, layout=self.layout, version="cpu")
         return self.out_on_device

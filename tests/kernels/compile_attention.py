@@ -18,7 +18,7 @@ from cross_compile import compile_instead, read, usage
 from triton.runtime import driver
 
 from bastion_kernels import gather_rows
-from bastion_kernels.accept.kv_compact import KVCompactor
+from bastion_kernels.accept.kv_compact import KVCaches, compact_caches
 from bastion_kernels.attention import workspace as tree_attention_workspace
 from bastion_kernels.attention.tree_attention import AttentionLayer, AttentionStep
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
@@ -118,9 +118,9 @@ def move_rows() -> None:
     caches = [torch.zeros(4, 16, 8, 256, dtype=torch.bfloat16).transpose(1, 2)]
     int32, int64 = torch.zeros(2, dtype=torch.int32), torch.zeros(1, 8, dtype=torch.int64)
     path = torch.zeros(1, 16, dtype=torch.int32)
-    KVCompactor(caches, [0]).compact_triton(int64, int32, int32, path)
+    compact_caches.triton(KVCaches(caches, [0]), int64, int32, int32, path)
     odd = [torch.zeros(4, 2, 16, 5, dtype=torch.uint8)]
-    KVCompactor(odd, [0]).compact_triton(int64, int32, int32, path)
+    compact_caches.triton(KVCaches(odd, [0]), int64, int32, int32, path)
     hidden = [torch.zeros(70, 4096, dtype=torch.bfloat16) for _ in range(5)]
     gather_rows.triton(hidden, int64[0], [h[:16].clone() for h in hidden])
 

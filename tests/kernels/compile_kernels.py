@@ -97,13 +97,13 @@ def copies(
     counts, found = torch.zeros(2, 33, dtype=torch.int32), lengths.long()
     ops.find_ngram.triton(history, lengths, slots, last, counts, found)
     tokens = torch.zeros(reqs, 31, dtype=torch.int32)
-    part = ops.NgramRows(tokens, tokens, torch.zeros(reqs, 31, width + 1), parents)
+    ngram = tokens, tokens, torch.zeros(reqs, 31, width + 1)
     arrived = torch.zeros(1, dtype=torch.int32)
     ops.mix_ngram.triton(
         history, lengths, slots, found, last, counts, ops.ngram_priors(), arrived, candidates,
-        logprobs, part.tokens, part.places, part.rows, torch.zeros(len(lengths)),
+        logprobs, *ngram, torch.zeros(len(lengths)),
     )  # fmt: skip
-    ops.expand_best_first.triton(candidates, logprobs, top_k, slots, *trees, ngram=part)
+    ops.expand_best_first.triton(candidates, logprobs, top_k, slots, *trees, *ngram, parents)
 
 
 def launch_recurrent(dtype: torch.dtype) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bastion_kernels.op import PublicOp
 from tests.references import OF
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -58,13 +59,15 @@ def call(run: Callable[..., None], *given: Any, **named: Any) -> None:
 
 def refuses(match: str, run: Callable[..., Any], *given: Any, **named: Any) -> None:
     """Assert that a call raises, and that the message says why."""
+    if isinstance(run, PublicOp):
+        run._checked.clear()  # as in the first call with so many rows
     with pytest.raises((TypeError, ValueError), match=match):
         run(*given, **named)
 
 
 def names_wrong_arguments(op: Any, *given: Any) -> None:
     """Assert that an op names each tensor that has another type."""
-    for at, (field, value) in enumerate(zip(fields(op._arguments), given, strict=False)):
+    for at, (field, value) in enumerate(zip(fields(op.arguments), given, strict=False)):
         if isinstance(value, Tensor):
             wrong = value.to(torch.complex64)
             refuses(f"{op.__name__}: {field.name} ", op, *given[:at], wrong, *given[at + 1 :])

@@ -36,6 +36,6 @@ def test_numbers_that_do_not_fit_are_named(step: Step) -> None:
     _, (slots, bound, tails, starts), _ = step.ops["bind_tails"]
     refuses("tail_lens must have shape", bind_slots, slots, bound, tails[:1], starts)
     _, (sources, chosen, outs), _ = step.ops["gather"]
-    refuses("5 sources but 0 outs", gather_rows, sources, chosen, [])
-    refuses("its output", gather_rows, sources, chosen, [out.double() for out in outs])
-    refuses("its output must have shape", gather_rows, sources, chosen, [out[:0] for out in outs])
+    refuses("0 outs, not 5", gather_rows, sources, chosen, [])
+    refuses("outs must have columns", gather_rows, sources, chosen, [out.double() for out in outs])
+    refuses("outs must have shape", gather_rows, sources, chosen, [out[:0] for out in outs])

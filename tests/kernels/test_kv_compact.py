@@ -3,21 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from op_helpers import DEVICE
+from op_helpers import DEVICE, runs, versions
 from torch import Tensor
 
-from bastion_kernels.accept.kv_compact import KVCompactor
+from bastion_kernels import KVCaches, compact_caches
 from bastion_kernels.attention.kv_layout import KVLayout
-from tests.references import compact_caches
+from tests import references
 
-Run = Callable[..., None]
-RUNS: list[Run] = [KVCompactor.compact_triton, KVCompactor.compact]
-runs = pytest.mark.parametrize("run", RUNS)
-every = pytest.mark.parametrize("run", [compact_caches, *RUNS])
+each = pytest.mark.parametrize("run", versions(compact_caches.triton, compact_caches.cpu))
 
 
 def make_cache(
@@ -56,8 +51,8 @@ class Step:
         self.starts = torch.tensor(starts, dtype=torch.int32)
         self.cu = torch.tensor(cu, dtype=torch.int32)
 
-    def run(self, compactor: KVCompactor, run: Run) -> None:
-        run(compactor, *(x.to(DEVICE) for x in (self.slots, self.starts, self.cu, self.path)))
+    def run(self, caches: KVCaches, run) -> None:
+        run(caches, *(x.to(DEVICE) for x in (self.slots, self.starts, self.cu, self.path)))
 
 
 def same_bytes(got: Tensor, want: Tensor) -> bool:
@@ -65,21 +60,21 @@ def same_bytes(got: Tensor, want: Tensor) -> bool:
 
 
 def check(
-    run: Run, step: Step, caches: list[Tensor], groups: list[int],
+    run, step: Step, caches: list[Tensor], groups: list[int],
     layouts: list[KVLayout | None] | None = None,
 ) -> None:  # fmt: skip
     """Run a step on caches; every byte is where the reference puts it."""
     expected = [cache.clone() for cache in caches]
-    step.run(KVCompactor(expected, groups, layouts), compact_caches)
-    step.run(KVCompactor(caches, groups, layouts), run)
+    step.run(KVCaches(expected, groups, layouts), references.compact_caches)
+    step.run(KVCaches(caches, groups, layouts), run)
     for cache, want in zip(caches, expected, strict=True):
         assert same_bytes(cache, want)
 
 
-@runs
+@each
 @pytest.mark.parametrize("layout", ["BHN", "BNH", "HBN"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8])
-def test_rows_move_along_the_path(run: Run, layout: str, dtype: torch.dtype) -> None:
+def test_rows_move_along_the_path(run, layout: str, dtype: torch.dtype) -> None:
     caches = [make_cache(13, 2, 8, 12, dtype, layout, seed) for seed in range(3)]
     groups = [0, 1, 0]
     step = Step([9, 1, 20, 5], width=8, groups=2, room=13 * 8, seed=1)
@@ -88,8 +83,8 @@ def test_rows_move_along_the_path(run: Run, layout: str, dtype: torch.dtype) -> 
     assert not same_bytes(caches[0], before), "nothing moves: the test shows nothing"
 
 
-@runs
-def test_random_paths_shapes_and_odd_columns(run: Run) -> None:
+@each
+def test_random_paths_shapes_and_odd_columns(run) -> None:
     g = torch.Generator().manual_seed(2)
     for seed in range(25):
         tails = torch.randint(1, 30, (int(torch.randint(1, 6, (1,), generator=g)),), generator=g)
@@ -101,8 +96,8 @@ def test_random_paths_shapes_and_odd_columns(run: Run) -> None:
         check(run, step, [cache], [0])
 
 
-@runs
-def test_padded_strides_odd_addresses_and_long_paths(run: Run) -> None:
+@each
+def test_padded_strides_odd_addresses_and_long_paths(run) -> None:
     whole = make_cache(31, 3, 8, 40, torch.bfloat16, "BNH", 11)
     caches = [
         whole[:, :, :, :32],  # rows with gaps
@@ -116,8 +111,8 @@ def test_padded_strides_odd_addresses_and_long_paths(run: Run) -> None:
         check(run, step, [cache], [group])
 
 
-@every
-def test_offsets_beyond_32_bits(run: Run) -> None:
+@runs(compact_caches)
+def test_offsets_beyond_32_bits(run) -> None:
     stride = 2**31 + 5
     try:
         memory = torch.empty(stride + 100, dtype=torch.uint8, device=DEVICE)
@@ -128,12 +123,12 @@ def test_offsets_beyond_32_bits(run: Run) -> None:
     step = Step([4], width=3, groups=1, room=8, seed=9)
     step.slots[0, step.roots[0] :][:4] = torch.tensor([3, 0, 6, 7])
     step.path[0] = torch.tensor([0, 2, 3])
-    step.run(KVCompactor([cache], [0]), run)
+    step.run(KVCaches([cache], [0]), run)
     assert cache[0, 0, 0].tolist() == [30, 31, 32, 33, 34]
     assert cache[1, 0, 2].tolist() == [35, 36, 37, 38, 39]
 
 
-@every
+@runs(compact_caches)
 @pytest.mark.parametrize(
     ("tails", "paths"),
     [
@@ -143,19 +138,19 @@ def test_offsets_beyond_32_bits(run: Run) -> None:
         ([3, 0], [[0, 3, 4, 5], [0, 2, 3, 4]]),
     ],
 )
-def test_paths_that_leave_every_byte(run: Run, tails: list[int], paths: list[list[int]]) -> None:
+def test_paths_that_leave_every_byte(run, tails: list[int], paths: list[list[int]]) -> None:
     cache = make_cache(9, 2, 8, 8, torch.bfloat16, "BHN", 6)
     before = cache.clone()
     step = Step(tails, width=len(paths[0]), groups=1, room=72, seed=4)
     if tails[-1] == 0:
         step.starts[-1] = step.starts[-2]
     step.path[:] = torch.tensor(paths)
-    step.run(KVCompactor([cache], [0]), run)
+    step.run(KVCaches([cache], [0]), run)
     assert same_bytes(cache, before)
 
 
-@runs
-def test_slots_of_minus_one_are_skipped(run: Run) -> None:
+@each
+def test_slots_of_minus_one_are_skipped(run) -> None:
     cache = make_cache(9, 2, 8, 8, torch.bfloat16, "BHN", 8)
     step = Step([12], width=5, groups=1, room=72, seed=6)
     step.path[0] = torch.tensor([0, 3, 5, 7, 9])
@@ -165,9 +160,9 @@ def test_slots_of_minus_one_are_skipped(run: Run) -> None:
     check(run, step, [cache], [0])
 
 
-@runs
+@each
 def test_a_shared_cache_moves_once_and_aliased_groups_each_by_their_slots(
-    run: Run,
+    run,
 ) -> None:
     cache = make_cache(30, 2, 8, 8, torch.bfloat16, "BHN", 9)
     step = Step([10], width=5, groups=2, room=120, seed=7)
@@ -177,10 +172,10 @@ def test_a_shared_cache_moves_once_and_aliased_groups_each_by_their_slots(
     assert len(set(rows.tolist())) == 20, "the groups' rows overlap"
     want = cache.clone()
     for group in (0, 1):
-        step.run(KVCompactor([want], [group]), compact_caches)
-    compactor = KVCompactor([cache, cache, cache[:]], [0, 0, 1])
-    assert len(compactor.entries) == 2
-    step.run(compactor, run)
+        step.run(KVCaches([want], [group]), references.compact_caches)
+    caches = KVCaches([cache, cache, cache[:]], [0, 0, 1])
+    assert len(caches.entries) == 2
+    step.run(caches, run)
     assert same_bytes(cache, want)
 
 
@@ -198,9 +193,9 @@ def test_rows_of_packed_caches(dtype: torch.dtype) -> None:
     layouts: list[KVLayout | None] = [KVLayout(places[shape[2:]]) for shape in shapes]
     layouts[3] = None
     packed = [
-        cache.clone() if layout is None else layout.write(cache)
+        cache.clone() if layout is None else references.kv_layout.packed(cache, layout)
         for cache, layout in zip(rows, layouts, strict=True)
     ]
     before = [cache.clone() for cache in packed]
-    check(KVCompactor.compact, step, packed, [0, 1, 0, 1], layouts)
+    check(compact_caches.cpu, step, packed, [0, 1, 0, 1], layouts)
     assert not any(map(same_bytes, packed, before))

@@ -14,7 +14,6 @@ from op_helpers import Trees, assert_same, call, lattice, poisoned, poisoned_tre
 from torch import Tensor
 
 from bastion_kernels import (
-    NgramRows,
     expand_best_first,
     find_ngram,
     mix_ngram,
@@ -120,7 +119,7 @@ class Case:
         self.counts = torch.randint(0, 9, (2, LONGEST + 1), generator=generator).sort(0, True)[0]
         self.counts = self.counts.int()
 
-    def mixed(self, run: Any = references.mix_ngram) -> tuple[NgramRows, dict[str, Tensor]]:
+    def mixed(self, run: Any = references.mix_ngram) -> tuple[list[Tensor], dict[str, Tensor]]:
         reqs, length, width = self.reqs, self.length, self.width
         state = {
             "found": torch.zeros(reqs, dtype=torch.int64),
@@ -130,18 +129,17 @@ class Case:
         }
         text = self.history, self.lengths, torch.arange(reqs)
         references.find_ngram(*text, state["last"], state["counts"], state["found"])
-        copies = NgramRows(
+        ngram = [
             poisoned(reqs, length, dtype=torch.int32),
             poisoned(reqs, length, dtype=torch.int32),
             poisoned(reqs, length, width + 1, dtype=torch.float32),
-            poisoned(reqs, 40, dtype=torch.int32),
-        )
+        ]
         call(
             run, *text, state["found"], state["last"], state["counts"], ngram_priors(),
-            torch.zeros(1, dtype=torch.int32), self.tokens, self.logprobs, copies.tokens,
-            copies.places, copies.rows, state["expected"],
+            torch.zeros(1, dtype=torch.int32), self.tokens, self.logprobs, *ngram,
+            state["expected"],
         )  # fmt: skip
-        return copies, state
+        return ngram, state
 
     def paths(self, r: int) -> dict[tuple[int, ...], tuple[float, int]]:
         """Score and source of every prefix of a request's mixed lattice."""
@@ -182,27 +180,22 @@ class Case:
 
 def grown(run: Any, case: Case, top_k: int, limit: int) -> tuple[Trees, Tensor]:
     """The trees of a case, and the source of every node."""
-    out, copies = poisoned_trees(case.reqs, case.reqs, limit), case.mixed()[0]
-
-    def with_copies(*given: Any) -> None:
-        run(*given[:-4], ngram=NgramRows(*given[-4:]))
-
-    with_copies.__name__ = run.__name__
+    out = poisoned_trees(case.reqs, case.reqs, limit)
+    sources = poisoned(case.reqs, 40, dtype=torch.int32)
     given = case.tokens, case.logprobs, top_k, torch.arange(case.reqs), *out
-    call(with_copies, *given, copies.tokens, copies.places, copies.rows, copies.sources)
-    return out, copies.sources
+    call(run, *given, *case.mixed()[0], sources)
+    return out, sources
 
 
 @runs(mix_ngram)
 @pytest.mark.parametrize("kind", KINDS)
 def test_mixture(run, kind: str) -> None:
     case = Case(kind, 3)
-    (copies, state), (expected, expected_state) = case.mixed(run), case.mixed()
+    (ngram, state), (expected, expected_state) = case.mixed(run), case.mixed()
     for name in ("found", "last", "counts"):
         assert_same(state[name], expected_state[name])
-    assert_same(copies.tokens, expected.tokens)
-    assert_same(copies.places, expected.places)
-    torch.testing.assert_close(copies.rows, expected.rows, equal_nan=True, atol=2e-6, rtol=0)
+    assert_same(ngram[:2], expected[:2])
+    torch.testing.assert_close(ngram[2], expected[2], equal_nan=True, atol=2e-6, rtol=0)
     w = chances(case.counts)
     for expected, (match, _) in zip(state["expected"].tolist(), map(longest_match, case.texts)):
         right = [w[min(match + d, LONGEST)] for d in range(case.length)] if match else []

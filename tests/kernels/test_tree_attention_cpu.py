@@ -19,6 +19,7 @@ from bastion_kernels.attention.kv_layout import (
     learn_layout,
 )
 from bastion_kernels.cpu import library
+from tests.references.kv_layout import packed, unpacked
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's version")
 
@@ -127,12 +128,12 @@ def test_a_layout_is_learned_from_what_writes_it(dtype: torch.dtype, page: int, 
 
     def write(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
         rows = torch.cat([key, value], 2).transpose(0, 1)[None]
-        cache.copy_(layout.write(rows[:, :, slots]))
+        cache.copy_(packed(rows[:, :, slots], layout))
 
     learned = learn_layout(write, page, dim, dtype)
     assert torch.equal(learned.offsets, layout.offsets)
     rows = torch.randn(3, 2, page, 2 * dim).to(dtype)
-    assert torch.equal(learned.read(learned.write(rows)), rows)
+    assert torch.equal(unpacked(packed(rows, learned), learned), rows)
 
 
 def test_a_cache_that_is_not_exact_is_refused() -> None:

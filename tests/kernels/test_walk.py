@@ -9,6 +9,7 @@ from op_helpers import assert_same, call, poisoned, runs, shaped_parents
 from torch import Tensor
 
 from bastion_kernels import accept_path
+from bastion_kernels.accept.walk import AcceptPath
 from bastion_kernels.cpu.walk import accept_lazily
 from tests import references
 
@@ -130,7 +131,7 @@ def test_the_lazy_walk_takes_the_eager_ones_path_and_draws_nowhere_else(seed: in
         return batch.sampled[rows]
 
     def lazily_cpu(_, *given) -> None:
-        accept_lazily(draw, *given)
+        accept_lazily(draw, AcceptPath(batch.sampled, *given))
 
     eager = batch.walk(references.accept_path, batch.sampled)
     assert_same(batch.walk(lazily_cpu, batch.sampled), eager)

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from itertools import takewhile
 
-from bastion_kernels import KVCompactor
+import torch
+
 from bastion_kernels.accept.gather import GatherRows
+from bastion_kernels.accept.kv_compact import CompactCaches
 from bastion_kernels.accept.walk import AcceptPath
 from tests.references.declare import of
+from tests.references.kv_layout import packed, unpacked
 
 
 @of(AcceptPath)
@@ -49,23 +51,23 @@ def gather_rows(op: GatherRows) -> None:
         out[: op.rows.shape[0]][live] = source[op.rows[live]]
 
 
-def compact_caches(
-    compactor: KVCompactor, slot_mappings: Tensor, query_start_loc: Tensor, cu_num_logits: Tensor,
-    path: Tensor,
-) -> None:  # fmt: skip
-    """`KVCompactor.compact`."""
-    starts, cu = query_start_loc.tolist(), cu_num_logits.tolist()
-    for (cache, group), layout in zip(compactor.entries, compactor.layouts, strict=True):
-        before = cache.clone() if layout is None else layout.read(cache)
-        after, page, slots = before.clone(), cache.shape[2], slot_mappings[group].tolist()
-        for r, nodes in enumerate(path.tolist()):
-            tail = cu[r + 1] - cu[r]
-            root = starts[r + 1] - tail
-            for depth, node in enumerate(nodes):
-                if not 0 <= node < tail:  # the path's end; later entries are stale
-                    break
-                source, target = slots[root + node], slots[root + depth]
-                if source >= 0 and target >= 0:
-                    row = before[source // page, :, source % page]
-                    after[target // page, :, target % page] = row
-        cache.copy_(after if layout is None else layout.write(after))
+@of(CompactCaches)
+def compact_caches(op: CompactCaches) -> None:
+    starts, cu, moves = op.query_start_loc.tolist(), op.cu_num_logits.tolist(), []
+    for r, nodes in enumerate(op.path.tolist()):
+        tail = cu[r + 1] - cu[r]
+        root = starts[r + 1] - tail
+        # the path's end is the first entry outside the tail; later entries are stale
+        on_path = takewhile(lambda node, tail=tail: 0 <= node < tail, nodes)
+        moves += [(root + node, root + depth) for depth, node in enumerate(on_path)]
+    for (cache, group), layout in zip(op.caches.entries, op.caches.layouts, strict=True):
+        rows, page = unpacked(cache, layout), cache.shape[2]
+        slots = op.slot_mappings[group].tolist()
+        places = [(slots[source], slots[target]) for source, target in moves]
+        places = [place for place in places if min(place) >= 0]
+        # all are read before any is written
+        moved = [rows[source // page, :, source % page].clone() for source, _ in places]
+        for (_, target), row in zip(places, moved, strict=True):
+            rows[target // page, :, target % page] = row
+        if layout is not None:
+            cache.copy_(packed(rows, layout))

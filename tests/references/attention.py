@@ -11,6 +11,7 @@ from torch import Tensor
 from bastion_kernels import AttentionLayer, AttentionStep
 from bastion_kernels.attention.mask import AncestorBits, TreePositions
 from tests.references.declare import of
+from tests.references.kv_layout import unpacked
 
 # Accumulating one precision above the input makes the rounded result independent of the order of a
 # node's ancestors in the tail: a tree row equals the same path as a chain.
@@ -87,7 +88,7 @@ def _mix(weights: Tensor, values: Tensor, seen: Tensor) -> Tensor:
 
 def tree_attention(layer: AttentionLayer, step: AttentionStep, query: Tensor, out: Tensor) -> None:
     """A layer's call, one request at a time and one precision up."""
-    cache = layer.kv_cache if layer.layout is None else layer.layout.read(layer.kv_cache)
+    cache = unpacked(layer.kv_cache, layer.layout)
     math = _MATH.get(out.dtype, torch.float32)
     of_query, of_key, of_value = (
         1.0 if scale is None else scale.to(math)

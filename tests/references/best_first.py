@@ -34,11 +34,11 @@ def _children(op: ExpandBestFirst, r: int, depth: int, row: int, source: int) ->
     """The possible children of a node, in their order."""
     (_, depths, width), copied, place = op.candidates.shape, None, -1
     tokens = op.candidates[r, depth].tolist() if depth < depths else [0] * width
-    if source > 1 and op.ngram is not None:
-        if depth == op.ngram.tokens.shape[1]:
+    if source > 1 and op.ngram_tokens is not None:
+        if depth == op.ngram_tokens.shape[1]:
             return []
-        logprobs, place = op.ngram.rows[r, depth].tolist(), int(op.ngram.places[r, depth])
-        tokens, copied = [*tokens, int(op.ngram.tokens[r, depth])], 3 if place < width else 2
+        logprobs, place = op.ngram_rows[r, depth].tolist(), int(op.places[r, depth])
+        tokens, copied = [*tokens, int(op.ngram_tokens[r, depth])], 3 if place < width else 2
     elif row < 0 or depth >= depths:
         return []
     else:
@@ -61,7 +61,7 @@ def expand_best_first(op: ExpandBestFirst) -> None:
     for r, slot in enumerate(op.slots.tolist()):
         if slot < 0:
             continue
-        source = 2 if op.ngram is not None and op.ngram.places[r, 0] >= 0 else 1
+        source = 2 if op.ngram_tokens is not None and op.places[r, 0] >= 0 else 1
         nodes = [_Node(0, -1, 0, 0.0, source, _children(op, r, 0, 0, source))]
         while len(nodes) <= limit:
             # a node's best child that has not been taken; ties go to the lower parent
@@ -83,5 +83,5 @@ def expand_best_first(op: ExpandBestFirst) -> None:
         op.parents[slot] = torch.tensor([node.parent for node in columns])
         op.depths[slot] = torch.tensor([node.depth for node in columns])
         op.log_rho[slot] = torch.tensor([0.0 - node.cost for node in columns])
-        if op.ngram is not None:
-            op.ngram.sources[slot] = torch.tensor([node.source for node in columns])
+        if op.ngram_tokens is not None:
+            op.sources[slot] = torch.tensor([node.source for node in columns])

@@ -278,7 +278,8 @@ class Emulation:
                 function = interpreted_function(kernel)
                 given = self.alias(args), self.alias(kwargs)
                 self.add(f"triton:{kernel.fn.__name__}", lambda: interpret(function, grid, *given))
-            return out
+            # A bound op would launch it, and nothing would compute the numbers.
+            return None if self._interpret else out
 
         JITFunction.__call__ = call
         JITFunction.run = launch
@@ -319,21 +320,30 @@ class Emulation:
 
         AttentionLayer.__call__ = call
 
-    def _op(
-        self, name: str, op: Callable[..., None], reference: Callable[..., None]
-    ) -> Callable[..., None]:
-        def call(*args: Any, **kwargs: Any) -> None:
+    def _op(self, name: str, op: Any, reference: Callable[..., None]) -> Callable[..., None]:
+        def run(launch: Callable[[], None], args: Any, kwargs: Any) -> None:
             given = tree_flatten((args, kwargs))[0]
             on_device = any(isinstance(x, torch.Tensor) and x.is_cuda for x in given)
             if not (on_device and self.wanted):
-                op(*args, **kwargs)
+                launch()
                 return
             with self.without():
-                op(*args, **kwargs)
+                launch()
             call_args, call_kwargs = self.alias(args), self.alias(kwargs)
             self.add(f"op:{name}", lambda: reference(*call_args, **call_kwargs))
 
-        call.triton = call  # type: ignore[attr-defined]
+        def call(*args: Any, **kwargs: Any) -> None:
+            run(lambda: op(*args, **kwargs), args, kwargs)
+
+        def bind(**kept: Any) -> Callable[..., None]:
+            bound = op.bind(**kept)
+
+            def call_bound(*args: Any) -> None:
+                run(lambda: bound(*args), (), kept | dict(zip(bound.changing, args)))
+
+            return call_bound
+
+        call.triton, call.bind = call, bind  # type: ignore[attr-defined]
         return call
 
     # ---- vLLM -----------------------------------------------------------------------------------

@@ -64,18 +64,21 @@ class Steps:
         """A step verifies `NODES` nodes a request."""
         from vllm_bastion.engine.budget import TreeBudgetManager, in_order
 
-        choose, take = TreeBudgetManager._choose, TreeBudgetManager._take_best
+        choose, reallocate = TreeBudgetManager._choose, TreeBudgetManager.reallocate_drafts
 
         def chosen(manager: Any, most: int) -> np.ndarray:
             choose(manager, most)
             return in_order(most, np.minimum(manager._limits, NODES))
 
-        def taken(manager: Any, slots: Any, total: int, cu_num_logits: Any) -> None:
-            take(manager, slots, total, cu_num_logits)
-            if len(manager._num_logits_np) == len(cu_num_logits):  # not in the warm-up
-                _write(cu_num_logits, manager._num_logits_np.tolist())
+        def reallocated(manager: Any, *given: Any) -> Any:
+            counts = manager._num_logits_np  # the host's
+            found = reallocate(manager, *given)
+            _write(found[0], counts.tolist())
+            manager._num_logits_np = counts
+            return found
 
-        TreeBudgetManager._choose, TreeBudgetManager._take_best = chosen, taken
+        TreeBudgetManager._choose = chosen
+        TreeBudgetManager.reallocate_drafts = reallocated
 
 
 def _write(tensor: Any, numbers: Sequence[int]) -> None:

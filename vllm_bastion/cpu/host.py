@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from vllm_bastion.host import Draw, Host
+
+if TYPE_CHECKING:
+    from bastion_kernels.bound import BoundOp
 
 
 class CpuHost(Host):
@@ -97,29 +100,24 @@ class CpuHost(Host):
         self,
         logits: Tensor,
         draw: Draw,
-        walk: tuple[Any, ...],
+        accept_path: BoundOp,
+        given: tuple[Any, ...],
         *,
         every_row: bool,
         keep_processed: bool,
         is_argmax: Callable[[], bool],
     ) -> Tensor:
         """Draw tokens only at the rows on the walk: each draw costs time here."""
-        from bastion_kernels.cpu.walk import accept_lazily, count_walk
+        from bastion_kernels.cpu.walk import accept_lazily
 
+        processed, walk = logits, accept_path.arguments(None, *given)
         if every_row:
-            return super().accept(
-                logits,
-                draw,
-                walk,
-                every_row=every_row,
-                keep_processed=keep_processed,
-                is_argmax=is_argmax,
-            )
-        processed, path = logits, walk[:7]
-        if is_argmax():
+            processed, tokens = draw(None)
+            accept_path(tokens, *given)
+        elif is_argmax():
             # NumPy's argmax is the first one, as vLLM's; PyTorch's takes twice as long.
             accept_lazily(
-                lambda rows: torch.from_numpy(logits[rows].float().numpy().argmax(1)), *path
+                lambda rows: torch.from_numpy(logits[rows].float().numpy().argmax(1)), walk
             )
         else:
             if keep_processed:
@@ -131,8 +129,7 @@ class CpuHost(Host):
                     processed[rows] = scores
                 return tokens
 
-            accept_lazily(draw_rows, *path)
-        count_walk(*walk[2:5], *walk[6:])
+            accept_lazily(draw_rows, walk)
         return processed
 
     def run_gated_delta(

@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
-from bastion_kernels import draft_inputs, gather_rows
+from bastion_kernels import compact_caches, draft_inputs, gather_rows
 from vllm_bastion.drafters.capacity import with_graphs
 from vllm_bastion.policy.trees import Trees
 from vllm_bastion.step import Step
@@ -63,7 +63,7 @@ class InputGraphs(CudaGraphManager):
     def capture_all(self, hidden: Sequence[torch.Tensor]) -> None:
         """hidden: the target's hidden states that the drafter reads, as its graphs write them."""
         self._hidden = list(hidden)
-        self._compactor = self._draft.model_state.make_compactor()
+        self._caches = self._draft.model_state.target_caches()
         self.capture(
             lambda desc, warmup: lambda mode: self._prepare(desc.num_reqs),
             "Capturing draft input CUDA graphs",
@@ -86,7 +86,7 @@ class InputGraphs(CudaGraphManager):
         # Without prompts all rows of a request are its tail.
         starts = target.query_start_loc[: num_reqs + 1]
         slot_mappings = draft.model_state.slot_mappings
-        self._compactor.compact(slot_mappings, starts, starts, trees.path[:num_reqs])
+        compact_caches(self._caches, slot_mappings, starts, starts, trees.path[:num_reqs])
         draft_inputs(
             trees.step_slots,
             target.query_start_loc,

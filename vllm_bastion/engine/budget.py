@@ -145,6 +145,14 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             self._layout = torch.zeros(2, num_slots, dtype=torch.int32, device=self.trees.device)
             self._layout_is_copied = True
             self._scratch = torch.zeros(num_slots + 1, dtype=torch.int32, device=self.trees.device)
+            limits, rest = self._layout
+            self._take_best = take_best.bind(
+                log_rho=self.trees.log_rho,
+                limits=limits,
+                rest=rest,
+                rows_start=query_start_loc,
+                scratch=self._scratch,
+            )
 
     # ---- vLLM's profile -----------------------------------------------------------------
 
@@ -293,19 +301,6 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         values = (cu_num_logits, self.query_start_loc, total)
         # The fourth is for sharded sampling, which is refused here.
         return (*values, None) if capabilities().returns_admitted_drafts else values
-
-    def _take_best(self, slots: torch.Tensor, total: int, cu_num_logits: torch.Tensor) -> None:
-        limits, rest = self._layout
-        take_best(
-            self.trees.log_rho,
-            slots,
-            limits,
-            rest,
-            total,
-            cu_num_logits,
-            self.query_start_loc,
-            self._scratch,
-        )
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: InputBatch) -> None:
         """Called after ``propose``, at the end of a step: its trees are those of the next one."""

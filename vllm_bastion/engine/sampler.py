@@ -12,7 +12,7 @@ Log-probabilities are reported for the rows on the accepted path.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
+from bastion_kernels import accept_path
+from bastion_kernels.bound import BoundOp
 from vllm_bastion.config import BastionSpeculativeConfig, is_lagged
 from vllm_bastion.engine.logprobs import PathLogprobs
 from vllm_bastion.engine.processors import follow_ancestors, has_unknown
@@ -186,23 +188,22 @@ class TreeRejectionSampler(RejectionSampler):
             )
             return processed, tokens
 
-        walk = (
+        given = (
             verify_draft_sampled,
-            trees.parents,
             idx_mapping,
             cu_num_logits,
             trees.path[rows],
             sampled,
             num_sampled,
             num_rejected[rows],
-            None if trees.ngram is None else trees.ngram.sources,
             None if counts is None else counts[rows],
         )
         reports_processed = self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
         processed = self._host.accept(
             logits,
             draw,
-            walk,
+            self._accept_path,
+            given,
             every_row=self._every_row,
             keep_processed=self._logprobs.wanted and reports_processed,
             is_argmax=partial(self._is_argmax, idx_mapping_np),
@@ -216,6 +217,12 @@ class TreeRejectionSampler(RejectionSampler):
             idx_mapping_np,
         )
         return processed, sampled, num_sampled
+
+    @cached_property
+    def _accept_path(self) -> BoundOp:
+        trees = self.trees
+        sources = None if trees.ngram is None else trees.ngram.sources
+        return accept_path.bind(parents=trees.parents, sources=sources)
 
     def _is_argmax(self, slots: np.ndarray) -> bool:
         """Whether every token of the requests in `slots` is the argmax of unprocessed logits."""

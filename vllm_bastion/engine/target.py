@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
-from bastion_kernels import KVCompactor
+from bastion_kernels import KVCaches, compact_caches
 from vllm_bastion.attention.graphs import PLAIN_QUERY_LEN
 from vllm_bastion.attention.kv_cache import block_layout
 from vllm_bastion.attention.metadata import TreeMetadata
@@ -47,7 +47,7 @@ class BastionModelState(DefaultModelState):
         self._caches_prefixes = vllm_config.cache_config.enable_prefix_caching
         # name -> layer, KV-cache group
         self._target_layers: dict[str, tuple[Attention, int]] = {}
-        self._compactor: KVCompactor | None = None
+        self._caches: KVCaches | None = None
         self._block_tables: BlockTables | None = None
         # Under data parallelism another rank's trees decide which graph is replayed here.
         self._always_binds |= vllm_config.parallel_config.data_parallel_size > 1
@@ -192,21 +192,22 @@ class BastionModelState(DefaultModelState):
                     continue
                 self._target_layers[name] = (layer, group)
         # Built in `warm_up`: vLLM profiles with a temporary cache, which this would keep alive.
-        self._compactor = None
+        self._caches = None
         self._block_tables = block_tables
 
     def warm_up(self) -> None:
         """Bind the KV caches, and compile the ops of a step with trees."""
         no_rows = torch.zeros(2, dtype=torch.int32, device=self.device)
-        self._bound_compactor().compact(self.slot_mappings, no_rows, no_rows, self.trees.path[:1])
+        path = self.trees.path[:1]
+        compact_caches(self._bound_caches(), self.slot_mappings, no_rows, no_rows, path)
         # vLLM's warm-up may lack a step with a mask, or one without.
         self.trees.begin_step(self.trees.step_slots[:1].zero_(), no_rows)
         self.trees.begin_step()
 
-    def _bound_compactor(self) -> KVCompactor:
-        if self._compactor is None:
-            self._compactor = self.make_compactor()
-        return self._compactor
+    def _bound_caches(self) -> KVCaches:
+        if self._caches is None:
+            self._caches = self.target_caches()
+        return self._caches
 
     @property
     def slot_mappings(self) -> torch.Tensor:
@@ -214,11 +215,11 @@ class BastionModelState(DefaultModelState):
         assert self._block_tables is not None
         return self._block_tables.slot_mappings
 
-    def make_compactor(self) -> KVCompactor:
-        """Of the target's caches, which it keeps alive."""
+    def target_caches(self) -> KVCaches:
+        """The target's caches, which it keeps alive."""
         layers, groups = zip(*self._target_layers.values(), strict=True)
         caches = [layer.kv_cache for layer in layers]
-        return KVCompactor(caches, groups, [block_layout(layer) for layer in layers])
+        return KVCaches(caches, groups, [block_layout(layer) for layer in layers])
 
     def postprocess_state(
         self,
@@ -235,7 +236,8 @@ class BastionModelState(DefaultModelState):
             runtime.draft_graph = runtime.choose_draft_graph(runtime.step)
         if runtime.draft_graph is not None:
             return  # it begins with this
-        self._bound_compactor().compact(
+        compact_caches(
+            self._bound_caches(),
             self.slot_mappings,
             batch.query_start_loc[: batch.num_reqs + 1],
             batch.cu_num_logits,

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from bastion_kernels import (
-    NgramRows,
     find_ngram,
     mix_ngram,
     ngram_chances,
@@ -100,13 +99,16 @@ class NgramDrafts:
         tokens: torch.Tensor,
         logprobs: torch.Tensor,
         expected: torch.Tensor,
-    ) -> NgramRows:
+    ) -> tuple[torch.Tensor, ...]:
         """Find the n-gram drafts of a batch, and mix them into its candidates.
 
         Args:
             slots: [R] int64 request slots.
             tokens, logprobs: see `Trees.grow_candidates`; D may be 0.
             expected: [S], written: expected accepted tokens of each n-gram draft.
+
+        Returns:
+            The last arguments of `expand_best_first`.
         """
         reqs, width = len(slots), tokens.shape[2]
         longest = self.depth if self.longest is None else self.longest
@@ -119,7 +121,6 @@ class NgramDrafts:
             buffer.view(-1)[: reqs * depth].view(reqs, depth)
             for buffer in (self.tokens, self.places)
         )
-        ngram = NgramRows(drafted, places, rows, self.sources)
         text = self.history, self.lengths, slots
         if not self._is_found:
             find_ngram(*text, self._last, self.counts, self._found)
@@ -133,9 +134,9 @@ class NgramDrafts:
             self._arrived,
             tokens,
             logprobs,
-            ngram.tokens,
-            ngram.places,
-            ngram.rows,
+            drafted,
+            places,
+            rows,
             expected,
         )
-        return ngram
+        return drafted, places, rows, self.sources

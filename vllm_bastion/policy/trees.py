@@ -92,6 +92,8 @@ class Trees:
         self.tail_lens = zeros(slots)
         self.positions = zeros(max_num_tokens, dtype=torch.int64)
         self.path = torch.full((slots, depth + 1), -1, dtype=torch.int32, device=device)
+        self._bind_draft = bind_slots.bind(slots=self.row_slots)
+        self._bind_step = bind_slots.bind(slots=self.step_slots, tail_lens=self.tail_lens)
 
         self._set_top_k(top_k)
 
@@ -121,7 +123,7 @@ class Trees:
 
         idx_mapping: [R] int64 request slots.
         """
-        bind_slots(self.row_slots[:0] if idx_mapping is None else idx_mapping, self.row_slots)
+        self._bind_draft(self.row_slots[:0] if idx_mapping is None else idx_mapping)
 
     def rank(
         self,
@@ -192,7 +194,7 @@ class Trees:
         """
         reqs = len(tokens)
         slots = self.row_slots[:reqs]
-        ngram = None
+        ngram: tuple[torch.Tensor, ...] = ()
         if self.ngram is not None:
             ngram = self.ngram.mix(slots, tokens, logprobs, self.ngram_expected)
         expand_best_first(
@@ -205,7 +207,7 @@ class Trees:
             self.depths,
             self.log_rho,
             self.size,
-            ngram=ngram,
+            *ngram,
         )
         ancestor_bits(self.parents, slots, self.bits)
         if self.row_scores is not None:
@@ -237,7 +239,7 @@ class Trees:
         """
         if idx_mapping is None:
             idx_mapping = self.step_slots[:0]
-        bind_slots(idx_mapping, self.step_slots, self.tail_lens, tails)
+        self._bind_step(idx_mapping, tails)
 
     def positions_by_depth(
         self, positions: torch.Tensor, query_start_loc: torch.Tensor

@@ -15,8 +15,7 @@ from typing import Annotated
 
 from torch import Tensor
 
-from bastion_kernels.checks import check_one
-from bastion_kernels.op import Op, public
+from bastion_kernels.op import Op, cdiv, public
 from bastion_kernels.triton_or_none import tl, triton
 
 _BLOCK = 1024  # columns per program
@@ -29,8 +28,8 @@ def _gather_kernel(
     outs,
     # [M] int64
     rows,
-    stride_sources,
-    stride_outs,
+    stride_sources_t,
+    stride_outs_m,
     widths,
     BLOCK: tl.constexpr,
 ):
@@ -43,43 +42,37 @@ def _gather_kernel(
     for i in tl.static_range(len(sources)):
         if (i_s == i) & (row >= 0):
             m_c = o_c < widths[i]
-            b_values = tl.load(sources[i] + row * stride_sources[i] + o_c, mask=m_c, other=0)
-            tl.store(outs[i] + i_m * stride_outs[i] + o_c, b_values, mask=m_c)
+            b_values = tl.load(sources[i] + row * stride_sources_t[i] + o_c, mask=m_c, other=0)
+            tl.store(outs[i] + i_m * stride_outs_m[i] + o_c, b_values, mask=m_c)
 
 
 @dataclass(slots=True)
 class GatherRows(Op):
     """Write `outs[i][m] = sources[i][rows[m]]`; a row of -1 leaves its output row as it is."""
 
-    sources: Sequence[Tensor]  # matrices [T, H_i], any dtype, contiguous rows
+    sources: Annotated[Sequence[Tensor], "N of [T, *]"]  # matrices of H_i columns, any dtype
     rows: Annotated[Tensor, "[M] int64"]  # row numbers into the sources, or -1
-    outs: Sequence[Tensor]  # matrices [>= M, H_i] of their dtypes; must not overlap them
+    # Matrices of as many columns and of their dtypes; must not overlap them.
+    outs: Annotated[Sequence[Tensor], "N of [>= M, *]"]
 
     def check(self) -> None:
         Op.check(self)
-        if len(self.sources) != len(self.outs):
-            raise ValueError(f"{self.name}: {len(self.sources)} sources but {len(self.outs)} outs")
-        for source, out in zip(self.sources, self.outs, strict=True):
-            check_one(self.name, "a source", source, "[T, H]")
-            sizes = {"M": self.rows.shape[0], "H": source.shape[1]}
-            check_one(self.name, "its output", out, "[>= M, H]", **sizes)
-            if source.dtype != out.dtype:
-                raise TypeError(f"{self.name}: its output must be {source.dtype}, got {out.dtype}")
+        kinds, wanted = (
+            [(t.shape[1], t.dtype) for t in each] for each in (self.outs, self.sources)
+        )
+        if kinds != wanted:
+            raise ValueError(f"{self.name}: outs must have columns {wanted}, got {kinds}")
 
     def triton(self) -> None:
         widths = tuple(source.shape[1] for source in self.sources)
         self.launch(
             _gather_kernel,
             self.rows.shape[0],
-            triton.cdiv(max(widths, default=0), _BLOCK),
+            cdiv(max(widths, default=0), _BLOCK),
             len(widths),
-            sources=tuple(self.sources),
-            outs=tuple(self.outs),
-            stride_sources=tuple(source.stride(0) for source in self.sources),
-            stride_outs=tuple(out.stride(0) for out in self.outs),
             widths=widths,
             BLOCK=_BLOCK,
         )
 
 
-gather_rows = public(GatherRows, cpu="bastion_kernels.cpu.accept", device_of="rows")
+gather_rows = public(GatherRows, cpu="bastion_kernels.cpu.accept")

@@ -16,7 +16,7 @@ from typing import Annotated
 
 from torch import Tensor
 
-from bastion_kernels.op import Op, public
+from bastion_kernels.op import Op, cdiv, padded, public
 from bastion_kernels.triton_or_none import tl, triton
 
 _BLOCK = 64
@@ -86,7 +86,7 @@ class AncestorTokens(Op):
     out_depths: Annotated[Tensor, "[P] int32"]  # written: the number of those tokens
 
     def triton(self) -> None:
-        blocks = triton.cdiv(self.out_tokens.shape[0], _BLOCK)
+        blocks = cdiv(self.out_tokens.shape[0], _BLOCK)
         self.launch(_ancestors_kernel, blocks, BLOCK=_BLOCK, num_warps=2)
 
 
@@ -148,7 +148,7 @@ class PenaliseAncestors(Op):
 
     def triton(self) -> None:
         rows, width = self.tokens.shape
-        self.launch(_penalise_kernel, rows, BLOCK=triton.next_power_of_2(width), num_warps=1)
+        self.launch(_penalise_kernel, rows, BLOCK=padded(width), num_warps=1)
 
 
 penalise_ancestors = public(PenaliseAncestors, cpu="bastion_kernels.cpu.history")

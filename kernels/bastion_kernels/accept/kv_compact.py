@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bastion_kernels.attention.kv_layout import KVLayout
 from bastion_kernels.checks import check_one
-from bastion_kernels.op import load
+from bastion_kernels.op import Op, cdiv, padded, public
 from bastion_kernels.triton_or_none import tl, triton
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -53,7 +54,7 @@ _SLICES = ["slot_mappings", "query_start_loc", "cu_num_logits", "path"]
 
 
 @triton.jit(
-    do_not_specialize=["stride_slot_mappings", "stride_path"],
+    do_not_specialize=["stride_slot_mappings_g", "stride_path_r"],
     do_not_specialize_on_alignment=_SLICES,
 )
 def _compact_kernel(
@@ -66,8 +67,8 @@ def _compact_kernel(
     cu_num_logits,
     # [R, L + 1] int32
     path,
-    stride_slot_mappings,
-    stride_path,
+    stride_slot_mappings_g,
+    stride_path_r,
     WIDTH: tl.constexpr,
     DEPTHS: tl.constexpr,
     # layout of the caches, in integers
@@ -91,7 +92,7 @@ def _compact_kernel(
     end = tl.load(cu_num_logits + i_r + 1)
     tail = end - tl.load(cu_num_logits + i_r)
     root = tl.load(query_start_loc + i_r + 1) - tail
-    p_path = path + i_r.to(tl.int64) * stride_path
+    p_path = path + i_r.to(tl.int64) * stride_path_r
     b_node = tl.load(p_path + o_d, mask=o_d < WIDTH, other=-1)
     # the path ends at the first entry outside the tail; later entries are stale
     stop = tl.min(tl.where((b_node >= 0) & (b_node < tail), DEPTHS, o_d), 0)
@@ -101,7 +102,7 @@ def _compact_kernel(
         p_entry = table + i_c * 2
         p_cache = tl.load(p_entry).to(tl.pointer_type(INTEGER))
         p_cache = tl.multiple_of(p_cache, ALIGNMENT)
-        p_slots = slot_mappings + tl.load(p_entry + 1) * stride_slot_mappings + root
+        p_slots = slot_mappings + tl.load(p_entry + 1) * stride_slot_mappings_g + root
         b_source = tl.load(p_slots + b_node, mask=m_d, other=-1)
         b_target = tl.load(p_slots + o_d, mask=m_d, other=-1)
         m_d &= (b_source >= 0) & (b_target >= 0)
@@ -145,14 +146,8 @@ class _Layout(NamedTuple):
         return cls(unit, page, block, row, head, contiguous, heads * units)
 
 
-class _Launch(NamedTuple):
-    table: Tensor  # [caches, 2] int64: address and group
-    layout: _Layout
-    alignment: int  # of all addresses, bytes
-
-
-class KVCompactor:
-    """Compacts the KV caches of all layers after tree verification.
+class KVCaches:
+    """The KV caches of all layers.
 
     Args:
         caches: vLLM's logical views `[blocks, heads, block_size, C]` (`layer.kv_cache`), any
@@ -176,58 +171,61 @@ class KVCompactor:
         layouts = [None] * len(caches) if layouts is None else layouts
         if not caches or not len(caches) == len(groups) == len(layouts):
             raise ValueError(
-                f"KVCompactor: {len(caches)} caches, {len(groups)} groups and {len(layouts)} "
-                "layouts"
+                f"KVCaches: {len(caches)} caches, {len(groups)} groups and {len(layouts)} layouts"
             )
         unique: dict[tuple[object, ...], tuple[Tensor, int, KVLayout | None]] = {}
         for cache, group, layout in zip(caches, groups, layouts, strict=True):
-            check_one("KVCompactor", "a cache", cache, "[*, *, *, *]")
+            check_one("KVCaches", "a cache", cache, "[*, *, *, *]")
             if cache.shape[0] * cache.shape[2] >= 2**31:
-                raise ValueError(f"KVCompactor: {cache.shape[0]} blocks have too many slots")
+                raise ValueError(f"KVCaches: {cache.shape[0]} blocks have too many slots")
             key = (group, cache.data_ptr(), cache.dtype, tuple(cache.shape), cache.stride())
             if layout is not None and (cache.is_cuda or layout.offsets.shape != cache.shape[2:]):
-                raise ValueError("KVCompactor: a layout that is not of this cache")
+                raise ValueError("KVCaches: a layout that is not of this cache")
             integers = cache.view(_INTEGERS[cache.element_size()])
             unique.setdefault(key, (integers, group, layout))
         self.entries = [(cache, group) for cache, group, _ in unique.values()]
         self.layouts = [layout for _, _, layout in unique.values()]
-        self._on_gpu = self.entries[0][0].is_cuda
-        self._launches = self._make_launches()
-        if not self._on_gpu:
-            plan = load("bastion_kernels.cpu.accept", "CompactPlan")
-            self.compact_cpu = plan(self.entries, self.layouts).compact
-
-    def _make_launches(self) -> list[_Launch]:
+        self.cpu_views: Any = None  # of `cpu.accept`
         tables: dict[_Layout, list[tuple[int, int]]] = {}
         for cache, group in self.entries:
             tables.setdefault(_Layout.of(cache), []).append((cache.data_ptr(), group))
-        device = self.entries[0][0].device
-        return [
-            _Launch(
-                torch.tensor(table, dtype=torch.int64, device=device),
+        # [caches, 2] int64 address and group of those with a layout; the addresses' alignment
+        self.tables = [
+            (
+                torch.tensor(table, dtype=torch.int64, device=caches[0].device),
                 layout,
                 math.gcd(16, *(address for address, _ in table)),
             )
             for layout, table in tables.items()
         ]
 
-    def compact_triton(
-        self, slot_mappings: Tensor, query_start_loc: Tensor, cu_num_logits: Tensor, path: Tensor
-    ) -> None:
-        """The Triton kernel; see `compact`. Caches of rows only."""
-        num_reqs, width = path.shape
-        depths = triton.next_power_of_2(width)
-        for table, layout, alignment in self._launches:
-            units = min(_UNITS, max(_TILE // depths, 32), triton.next_power_of_2(layout.row_units))
-            _compact_kernel[(num_reqs, len(table), triton.cdiv(layout.row_units, units))](
+
+@dataclass(slots=True)
+class CompactCaches(Op):
+    """Move the accepted rows, in place. On a GPU, of caches of rows only."""
+
+    caches: KVCaches
+    slot_mappings: Annotated[
+        Tensor, "[G, T] int64"
+    ]  # cache slot of each row of the step, -1 = none
+    query_start_loc: Annotated[Tensor, "[R + 1] int32"]  # first row of each request
+    # First logits row of each request; its last `cu[r+1] - cu[r]` rows are its tail.
+    cu_num_logits: Annotated[Tensor, "[R + 1] int32"]
+    # Node numbers of the accepted path, path[r, 0] = 0, -1 past its end. Ignored for a request
+    # without a tail.
+    path: Annotated[Tensor, "[R, WIDTH] int32"]
+
+    def triton(self) -> None:
+        reqs, width = self.path.shape
+        depths = padded(width)
+        for table, layout, alignment in self.caches.tables:
+            units = min(_UNITS, max(_TILE // depths, 32), padded(layout.row_units))
+            self.launch(
+                _compact_kernel,
+                reqs,
+                len(table),
+                cdiv(layout.row_units, units),
                 table=table,
-                slot_mappings=slot_mappings,
-                query_start_loc=query_start_loc,
-                cu_num_logits=cu_num_logits,
-                path=path,
-                stride_slot_mappings=slot_mappings.stride(0),
-                stride_path=path.stride(0),
-                WIDTH=width,
                 DEPTHS=depths,
                 INTEGER=_TRITON_INTEGERS[layout.unit],
                 ALIGNMENT=alignment,
@@ -241,25 +239,5 @@ class KVCompactor:
                 num_warps=4,
             )
 
-    def compact(
-        self, slot_mappings: Tensor, query_start_loc: Tensor, cu_num_logits: Tensor, path: Tensor
-    ) -> None:
-        """Move the accepted rows, in place.
 
-        Args:
-            slot_mappings: `[G, T]` int64, cache slot of every row of the step, -1 = none.
-            query_start_loc: `[R+1]` int32, first row of each request.
-            cu_num_logits: `[R+1]` int32, first logits row of each request; the last
-                `cu[r+1] - cu[r]` rows of a request are its tail (root and nodes).
-            path: `[R, L + 1]` int32, node numbers of the accepted path, path[r, 0] = 0, -1 past
-                its end. Ignored for a request without a tail.
-        """
-        op, num_reqs = "KVCompactor.compact", path.shape[0]
-        check_one(op, "slot_mappings", slot_mappings, "[*, *] int64")
-        check_one(op, "query_start_loc", query_start_loc, "[R + 1] int32", R=num_reqs)
-        check_one(op, "cu_num_logits", cu_num_logits, "[R + 1] int32", R=num_reqs)
-        check_one(op, "path", path, "[R, *] int32", R=num_reqs)
-        if num_reqs == 0:
-            return
-        run = self.compact_triton if self._on_gpu else self.compact_cpu
-        run(slot_mappings, query_start_loc, cu_num_logits, path)
+compact_caches = public(CompactCaches, cpu="bastion_kernels.cpu.accept")

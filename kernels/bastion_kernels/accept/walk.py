@@ -16,7 +16,8 @@ from typing import Annotated
 
 from torch import Tensor
 
-from bastion_kernels.op import Op, public
+from bastion_kernels.bound import Launched
+from bastion_kernels.op import Op, padded, public
 from bastion_kernels.triton_or_none import tl, triton
 
 # With chunked verification these are slices that start at any row of a batch; variants by alignment
@@ -121,13 +122,13 @@ class AcceptPath(Op):
     # Written: verified nodes, then accepted tokens, by source.
     counts: Annotated[Tensor | None, "[R, 2, 3] int32"] = None
 
-    def triton(self) -> None:
+    def triton(self) -> Launched | None:
         reqs, length = self.out_path.shape
-        self.launch(
+        return self.launch(
             _accept_kernel,
             reqs,
-            BLOCK=max(32, triton.next_power_of_2(self.parents.shape[1])),
-            LENGTH_PAD=triton.next_power_of_2(length),
+            BLOCK=padded(self.parents.shape[1], 32),
+            LENGTH_PAD=padded(length),
             num_warps=1,
         )
 

@@ -55,18 +55,10 @@ class KVLayout:
 
     offsets: Tensor
 
-    @property
-    def page(self) -> int:
-        return self.offsets.shape[0]
-
-    @property
-    def head_dim(self) -> int:
-        return self.offsets.shape[1] // 2
-
     @cached_property
     def kind(self) -> int:
         """AMX or VECTOR, which have fast paths, or OTHER."""
-        page, dim = self.page, self.head_dim
+        page, dim = self.offsets.shape[0], self.offsets.shape[1] // 2
         if page % 32 or dim % 32:
             return OTHER
         if torch.equal(self.offsets, _by_vectors(page, dim)):
@@ -79,16 +71,6 @@ class KVLayout:
         if stride is None:
             return cls(_rows(page, dim))
         return cls(torch.arange(page, dtype=torch.int32)[:, None] * stride + _rows(1, dim))
-
-    def read(self, kv_cache: Tensor) -> Tensor:
-        """A packed cache `[blocks, Hkv, block_size, 2d]` as rows, a copy of the same shape."""
-        return kv_cache.flatten(2)[:, :, self.offsets.long()]
-
-    def write(self, rows: Tensor) -> Tensor:
-        """The inverse of `read`."""
-        packed = torch.empty_like(rows)
-        packed.view(*rows.shape[:2], -1)[:, :, self.offsets.long()] = rows
-        return packed
 
 
 def learn_layout(

@@ -16,7 +16,7 @@ from typing import Annotated
 
 from torch import Tensor
 
-from bastion_kernels.op import Op, public
+from bastion_kernels.op import Op, cdiv, padded, public
 from bastion_kernels.triton_or_none import tl, triton
 
 _NODES = 32  # per program of the mask kernel
@@ -113,13 +113,13 @@ class AncestorBits(Op):
     out: Annotated[Tensor, "[S, N + 1, N // 32 + 1] int32"]
 
     def triton(self) -> None:
-        blocks, words = triton.cdiv(self.parents.shape[1] + 1, _NODES), self.out.shape[2]
+        blocks, words = cdiv(self.parents.shape[1] + 1, _NODES), self.out.shape[2]
         self.launch(
             _bits_kernel,
             self.slots.shape[0],
             blocks,
             WORDS=words,
-            WORDS_PAD=triton.next_power_of_2(words),
+            WORDS_PAD=padded(words),
             NODES=_NODES,
             num_warps=1,
         )
@@ -144,7 +144,7 @@ class TreePositions(Op):
     out: Annotated[Tensor, "[T] int64"]  # written; may be `positions` itself
 
     def triton(self) -> None:
-        blocks = triton.cdiv(self.positions.shape[0], _ROWS)
+        blocks = cdiv(self.positions.shape[0], _ROWS)
         steps = self.slots.shape[0].bit_length()
         self.launch(_positions_kernel, blocks, steps=steps, BLOCK=_ROWS)
 

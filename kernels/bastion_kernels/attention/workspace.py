@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bastion_kernels.attention.plan import BUNDLE_FIELDS, RUN_FIELDS, plan_kernel
-from bastion_kernels.triton_or_none import triton
+from bastion_kernels.op import padded
 
 __all__ = ["Tiles", "TreeAttentionWorkspace"]
 
@@ -105,7 +105,7 @@ def default_tiles(
                 f"and {_TILES[0][0]} for 512"
             )
         tiles = fitting[0][max(64, block_d)]
-    block_m = max(tiles.block_m, triton.next_power_of_2(group))
+    block_m = padded(group, tiles.block_m)
     # the merge holds two fp32 partial results in shared memory
     if group > 64 or 2 * 4 * block_m * block_d > shared:
         most = 64 if group > 64 else block_m // 2
@@ -153,7 +153,7 @@ class TreeAttentionWorkspace:
         if num_heads % num_kv_heads:
             raise ValueError(f"tree_attention: {num_heads} heads over {num_kv_heads} key heads")
         self.kv_heads, self.group = num_kv_heads, num_heads // num_kv_heads
-        self.head_dim, self.block_d = head_dim, max(16, triton.next_power_of_2(head_dim))
+        self.head_dim, self.block_d = head_dim, padded(head_dim, 16)
         self.dtype, self.max_rows, self.max_requests = dtype, max_rows, max_requests
         self.window, self.max_tail = window, max_tail if window else 1
         shared = _DEFAULT_SHARED
@@ -170,7 +170,7 @@ class TreeAttentionWorkspace:
         # one step may need a team of every width
         self.width = max(w for w in range(1, _MAX_WIDTH + 1) if w * (w + 1) // 2 <= self.programs)
         bundles = max_rows // (self.block_q * self.width) + max_requests
-        self.capacity = triton.next_power_of_2(bundles)
+        self.capacity = padded(bundles)
         # smaller variants of the plan, for steps with few requests
         self.capacities = [self.capacity]
         while self.capacities[0] > _FEWEST:
@@ -226,9 +226,9 @@ class TreeAttentionWorkspace:
             WIDTH=self.width,
             WINDOW=self.window,
             MAX_TAIL=self.max_tail,
-            CLASSES=triton.next_power_of_2(self.width),
+            CLASSES=padded(self.width),
             CAPACITY=capacity,
-            PROGRAMS=triton.next_power_of_2(self.programs),
+            PROGRAMS=padded(self.programs),
             BUNDLE_FIELDS=BUNDLE_FIELDS,
             RUN_FIELDS=RUN_FIELDS,
             SEARCH_STEPS=capacity.bit_length() + 1,

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from bastion_kernels.accept.gather import GatherRows
-from bastion_kernels.attention.kv_layout import KVLayout
+from bastion_kernels.accept.kv_compact import CompactCaches, KVCaches
 from bastion_kernels.cpu.cache import njit
 
 
@@ -65,38 +64,31 @@ def _compact(caches, groups, stride_block, stride_head, heads, offsets, slot_map
                         out[offsets[to_token, column]] = given[offsets[from_token, column]]
 
 
-class CompactPlan:
+def _views(caches: KVCaches) -> list[tuple[Any, ...]]:
     """NumPy views of the caches' memory, by dtype and layout: Numba iterates over equal types only.
 
-    layouts: packing of each cache, None for rows.
+    Each is the first arguments of `_compact`.
     """
-
-    def __init__(
-        self, entries: Sequence[tuple[Tensor, int]], layouts: Sequence[KVLayout | None]
-    ) -> None:
-        kinds: dict[object, tuple[list[np.ndarray], list[int], tuple[int, ...], np.ndarray]] = {}
-        for (cache, group), layout in zip(entries, layouts, strict=True):
-            (_, heads, page, columns), strides = cache.shape, cache.stride()
-            size = 1 + sum((n - 1) * s for n, s in zip(cache.shape, strides, strict=True))
+    kinds: dict[object, tuple[list[np.ndarray], list[int], tuple[int, ...], np.ndarray]] = {}
+    for (cache, group), layout in zip(caches.entries, caches.layouts, strict=True):
+        (_, heads, page, columns), strides = cache.shape, cache.stride()
+        size = 1 + sum((n - 1) * s for n, s in zip(cache.shape, strides, strict=True))
+        if layout is None:
             offsets = torch.arange(page)[:, None] * strides[2] + torch.arange(columns)
-            key = cache.dtype, strides, heads, page, columns, layout
-            caches, groups, _, _ = kinds.setdefault(
-                key,
-                (
-                    [],
-                    [],
-                    (*strides[:2], heads),
-                    (offsets if layout is None else layout.offsets.long()).numpy(),
-                ),
-            )
-            caches.append(cache.as_strided((size,), (1,)).numpy())
-            groups.append(group)
-        self.kinds = [(tuple(c), np.array(g), *sizes, o) for c, g, sizes, o in kinds.values()]
+        else:
+            offsets = layout.offsets.long()
+        key = cache.dtype, strides, heads, page, columns, layout
+        sizes = (*strides[:2], heads)
+        memory, groups, *_ = kinds.setdefault(key, ([], [], sizes, offsets.numpy()))
+        memory.append(cache.as_strided((size,), (1,)).numpy())
+        groups.append(group)
+    return [(tuple(c), np.array(g), *sizes, o) for c, g, sizes, o in kinds.values()]
 
-    def compact(
-        self, slot_mappings: Tensor, query_start_loc: Tensor, cu_num_logits: Tensor, path: Tensor
-    ) -> None:
-        """Row by row; see `KVCompactor.compact`."""
-        moves = _moves(query_start_loc.numpy(), cu_num_logits.numpy(), path.numpy())
-        for kind in self.kinds:
-            _compact(*kind, slot_mappings.numpy(), moves)
+
+def compact_caches(op: CompactCaches) -> None:
+    """Row by row."""
+    if op.caches.cpu_views is None:
+        op.caches.cpu_views = _views(op.caches)
+    moves = _moves(op.query_start_loc.numpy(), op.cu_num_logits.numpy(), op.path.numpy())
+    for views in op.caches.cpu_views:
+        _compact(*views, op.slot_mappings.numpy(), moves)

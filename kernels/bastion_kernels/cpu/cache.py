@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import logging
 import os
 import pickle
@@ -32,7 +33,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["njit", "read", "root", "save", "trusted_folder", "unwritable"]
+from torch import Tensor
+
+__all__ = ["native", "njit", "read", "root", "save", "trusted_folder", "unwritable"]
 
 # Below vLLM's logger, whose handler shows it.
 logger = logging.getLogger("vllm.bastion.cpu.cache")
@@ -42,7 +45,7 @@ _KEPT = 3  # folders of a package's older sources
 _IN_USE_S = 14 * 24 * 3600  # an older folder is kept anyway if it was used within this time
 _LOADED = time.time()
 _warned = False
-_COMPILES = re.compile(rb"\b(njit|inner|intrinsic|cfunc|replacement)\b")
+_COMPILES = re.compile(rb"\b(njit|native|inner|intrinsic|cfunc|replacement)\b")
 # Division by zero follows IEEE 754, as on a GPU. No fastmath: results equal the references bit for
 # bit. The GIL is released.
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
@@ -55,6 +58,28 @@ def njit(function: Callable[..., Any]) -> Callable[..., Any]:
     dispatcher = numba.njit(function, **_OPTIONS)
     dispatcher._cache = _cache_class()(function)
     return dispatcher
+
+
+def native(function: Callable[..., Any]) -> Callable[[Any], None]:
+    """Compile an op's CPU version, whose parameters have the names of the op's arguments.
+
+    Tensors arrive as arrays. A parameter's default takes the place of None.
+    """
+    compiled, parameters = njit(function), inspect.signature(function).parameters
+    defaults = {
+        name: None if one.default is one.empty else one.default for name, one in parameters.items()
+    }
+
+    def run(op: Any) -> None:
+        given = [(getattr(op, name), default) for name, default in defaults.items()]
+        compiled(
+            *[
+                default if value is None else value.numpy() if isinstance(value, Tensor) else value
+                for value, default in given
+            ]
+        )
+
+    return run
 
 
 def root() -> Path:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from bastion_kernels.cpu.cache import njit
-from bastion_kernels.draft.best_first import ExpandBestFirst
-from bastion_kernels.draft.take_best import TakeBest
+from bastion_kernels.cpu.cache import native, njit
 
 _INFINITE = 0x7F800000  # bits of the fp32 +inf
+_NO_NGRAM, _NO_ROWS = np.empty((0, 0), np.int32), np.empty((0, 0, 0), np.float32)
 
 
 @njit
@@ -47,18 +46,17 @@ def _replace_top(heap, size, key):
 
 
 @njit
-def _next_candidate(logprobs, r, depth, own, after):
-    """The candidate after `after` in the row [r, depth, own], best first; -1 if none is left.
+def _next_candidate(row, after):
+    """The candidate after `after` in a row of log-probabilities, best first; -1 if none is left.
 
     after: -1 for the first. Ties go to the lower candidate.
     """
     least, found = np.float32(np.inf), -1
     floor = np.float32(-1.0)
     if after >= 0:
-        logprob = logprobs[r, depth, own, after]
-        floor = -logprob if logprob < 0 else np.float32(0.0)
-    for candidate in range(logprobs.shape[3]):
-        logprob = logprobs[r, depth, own, candidate]
+        floor = -row[after] if row[after] < 0 else np.float32(0.0)
+    for candidate in range(row.shape[0]):
+        logprob = row[candidate]
         cost = -logprob if logprob < 0 else np.float32(0.0)
         later = cost > floor or (cost == floor and candidate > after)
         if logprob == logprob and cost < least and later:
@@ -66,16 +64,14 @@ def _next_candidate(logprobs, r, depth, own, after):
     return found
 
 
-@njit
-def _expand(
-    tokens, logprobs, children, in_order, slots,
-    out_tokens, parents, depths, log_rho, num_nodes,
-    ngram_tokens, places, ngram_rows, sources,
+@native
+def expand_best_first(
+    candidates, logprobs, top_k, stateless, slots, out_tokens, parents, depths, log_rho, num_nodes,
+    ngram_tokens=_NO_NGRAM, places=_NO_NGRAM, ngram_rows=_NO_ROWS, sources=_NO_NGRAM,
 ):  # fmt: skip
-    """logprobs: [R, D, P, M]. in_order: P = 1, and a candidate's column is its rank; else P = M.
-    ngram_tokens, places: [R, L], L = 0 without n-gram drafts. ngram_rows: [R, L, 1, M + 1]."""
-    depth_limit, limit = tokens.shape[1], out_tokens.shape[1]
-    ngram_limit, width = ngram_tokens.shape[1], tokens.shape[2]
+    """Algorithm 1 with a heap. If `stateless`, a candidate's column is its rank."""
+    depth_limit, limit = candidates.shape[1], out_tokens.shape[1]
+    ngram_limit, width = ngram_tokens.shape[1], candidates.shape[2]
     on_ngram = np.zeros(limit + 1, np.bool_)
     heap = np.empty(2 * limit + 2, np.int64)
     own_rows = np.zeros(limit + 1, np.int64)  # of each node's children
@@ -102,16 +98,16 @@ def _expand(
                 own = own_rows[parent]
                 extends_ngram = on_ngram[parent] and depth < ngram_limit
                 off_ngram = not on_ngram[parent] and depth < depth_limit
-                if (extends_ngram or off_ngram) and rank < children:
+                if (extends_ngram or off_ngram) and rank < top_k:
                     candidate = rank
                     if extends_ngram:
-                        candidate = _next_candidate(ngram_rows, r, depth, 0, before)
-                    elif not in_order:
-                        candidate = _next_candidate(logprobs, r, depth, own, before)
+                        candidate = _next_candidate(ngram_rows[r, depth], before)
+                    elif not stateless:
+                        candidate = _next_candidate(logprobs[r, depth, own], before)
                     if candidate < 0 or (not extends_ngram and candidate >= width):
                         continue
                     logprob = (
-                        ngram_rows[r, depth, 0, candidate]
+                        ngram_rows[r, depth, candidate]
                         if extends_ngram
                         else logprobs[r, depth, own, candidate]
                     )
@@ -133,7 +129,7 @@ def _expand(
             above = np.float32(0.0) if parent == 0 else np.float32(0.0) - log_rho[slot, parent - 1]
             stays = on_ngram[parent] and candidate == places[r, depth]
             out_tokens[r, count] = (
-                tokens[r, depth, candidate] if candidate < width else ngram_tokens[r, depth]
+                candidates[r, depth, candidate] if candidate < width else ngram_tokens[r, depth]
             )
             if ngram_limit > 0:
                 sources[slot, count] = 1 if not stays else (3 if candidate < width else 2)
@@ -142,7 +138,7 @@ def _expand(
             log_rho[slot, count] = np.float32(0.0) - cost[0]
             count += 1
             on_ngram[count] = stays
-            if not in_order:
+            if not stateless:
                 own_rows[count] = candidate
             offers = 2
             parent_a, rank_a, before_a, depth_a, above_a = count, 0, -1, depth + 1, cost[0]
@@ -156,25 +152,6 @@ def _expand(
             sources[slot, count:] = 0
 
 
-_NO_NGRAM, _NO_NGRAM_ROWS = np.empty((0, 0), np.int32), np.empty((0, 0, 0, 0), np.float32)
-
-
-def expand_best_first(op: ExpandBestFirst) -> None:
-    """Algorithm 1 with a heap."""
-    ngram_tokens, places, ngram_rows, sources = _NO_NGRAM, _NO_NGRAM, _NO_NGRAM_ROWS, _NO_NGRAM
-    if (ngram := op.ngram) is not None:
-        ngram_tokens, places, sources = (
-            part.numpy() for part in (ngram.tokens, ngram.places, ngram.sources)
-        )
-        ngram_rows = ngram.rows.numpy()[:, :, None]
-    _expand(
-        op.candidates.numpy(), op.logprobs.numpy(), op.top_k, op.stateless, op.slots.numpy(),
-        op.out_tokens.numpy(), op.parents.numpy(),
-        op.depths.numpy(), op.log_rho.numpy(), op.num_nodes.numpy(),
-        ngram_tokens, places, ngram_rows, sources,
-    )  # fmt: skip
-
-
 @njit
 def _key_of(score, row):
     """Smaller for a larger score, then for a lower row; -0.0 is 0.0."""
@@ -184,12 +161,12 @@ def _key_of(score, row):
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 32) | row
 
 
-@njit
-def _take(log_rho, slots, limits, total, counts):
-    """Count each slot's nodes among the `total` best of all requests."""
+@native
+def take_best(log_rho, slots, limits, rest, total, logits_start, rows_start):
+    """Merge the sorted lists up to `total` nodes."""
     reqs, columns = slots.shape[0], log_rho.shape[1]
     heap = np.empty(reqs + 1, np.int64)
-    heads = np.zeros(reqs, np.int64)
+    counts = np.zeros(reqs, np.int64)
     size = 0
     for row in range(reqs):
         if slots[row] >= 0 and min(limits[slots[row]], columns) > 0:
@@ -198,25 +175,16 @@ def _take(log_rho, slots, limits, total, counts):
     while size > 0 and total > 0:
         total -= 1
         row = heap[0] & 0xFFFFFFFF
-        slot, column = slots[row], heads[row] + 1
-        counts[slot] += 1
-        heads[row] = column
+        slot, column = slots[row], counts[row] + 1
+        counts[row] = column
         if column < min(limits[slot], columns):
             _replace_top(heap, size, _key_of(log_rho[slot, column], row))
         else:
             size -= 1
             if size > 0:
                 _replace_top(heap, size, heap[size])
-
-
-def take_best(op: TakeBest) -> None:
-    """Merge the sorted lists up to `total` nodes."""
-    slots, reqs = op.slots.numpy(), op.slots.shape[0]
-    counts = np.zeros(op.log_rho.shape[0], np.int32)
-    total = min(op.total, op.log_rho.numel())
-    _take(op.log_rho.numpy(), slots, op.limits.numpy(), total, counts)
-    active, root = slots >= 0, np.ones_like(counts)
-    for start, others in ((op.logits_start, root), (op.rows_start, op.rest.numpy())):
-        ends = start.numpy()[: reqs + 1]
-        ends[0] = 0
-        np.cumsum(np.where(active, (counts + others)[slots], 0), out=ends[1:])
+    logits_start[0] = rows_start[0] = 0
+    for row in range(reqs):
+        slot, nodes = slots[row], counts[row]
+        logits_start[row + 1] = logits_start[row] + (nodes + 1 if slot >= 0 else 0)
+        rows_start[row + 1] = rows_start[row] + (nodes + rest[slot] if slot >= 0 else 0)

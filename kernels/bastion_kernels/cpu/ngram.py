@@ -7,9 +7,9 @@ import math
 
 import numpy as np
 
-from bastion_kernels.cpu.cache import njit
-from bastion_kernels.draft.find_ngram import LONGEST, SHORTEST, FindNgram
-from bastion_kernels.draft.mix_ngram import _MOST_TRIALS, _PRIOR_TRIALS, MixNgram
+from bastion_kernels.cpu.cache import native, njit
+from bastion_kernels.draft.find_ngram import LONGEST, SHORTEST
+from bastion_kernels.draft.mix_ngram import _MOST_TRIALS, _PRIOR_TRIALS
 
 _LONGEST, _SHORTEST, _TRIALS, _MOST = LONGEST, SHORTEST, _PRIOR_TRIALS, _MOST_TRIALS
 _BLOCK = 256  # tokens compared with the last one at a time
@@ -48,8 +48,9 @@ def _find_in(text, size):
     return (np.int64(longest) << 32) | place if place > 0 else np.int64(0)
 
 
-@njit
-def _find(history, lengths, slots, last, counts, found):
+@native
+def find_ngram(history, lengths, slots, last, counts, found):
+    """Search backwards from the end, until no match can be longer."""
     for row in range(slots.shape[0]):
         slot = slots[row]
         if slot < 0:
@@ -66,8 +67,8 @@ def _find(history, lengths, slots, last, counts, found):
         found[slot] = _find_in(text, size) if size > _SHORTEST else 0
 
 
-@njit
-def _mix(
+@native
+def mix_ngram(
     history, lengths, slots, found, last, counts, priors, candidates, logprobs, stateless,
     tokens, places, ngram_rows, expected,
 ):  # fmt: skip
@@ -112,20 +113,3 @@ def _mix(
         if counts[0, at] > _MOST:
             counts[0, at] //= 2
             counts[1, at] //= 2
-
-
-def find_ngram(op: FindNgram) -> None:
-    """Search backwards from the end, until no match can be longer."""
-    _find(
-        op.history.numpy(), op.lengths.numpy(), op.slots.numpy(), op.last.numpy(),
-        op.counts.numpy(), op.found.numpy(),
-    )  # fmt: skip
-
-
-def mix_ngram(op: MixNgram) -> None:
-    _mix(
-        op.history.numpy(), op.lengths.numpy(), op.slots.numpy(), op.found.numpy(),
-        op.last.numpy(), op.counts.numpy(), op.priors.numpy(), op.candidates.numpy(),
-        op.logprobs.numpy(), op.stateless, op.tokens.numpy(), op.places.numpy(),
-        op.ngram_rows.numpy(), op.expected.numpy(),
-    )  # fmt: skip

@@ -3,31 +3,20 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from bastion_kernels.cpu.cache import njit
-from bastion_kernels.rows import BindSlots, ContextRows
-
-_NO_TREES = np.empty(0, np.int32)
+from bastion_kernels.cpu.cache import native, njit
+from bastion_kernels.rows import ContextRows
 
 
-@njit
-def _bind(idx_mapping, cu_num_logits, slots, tail_lens):
+@native
+def bind_slots(idx_mapping, slots, tail_lens, cu_num_logits):
     count = idx_mapping.shape[0]
-    for row in range(slots.shape[0]):
-        slot = np.int64(idx_mapping[row]) if row < count else -1
-        slots[row] = slot
-        if row < tail_lens.shape[0]:
-            tail = 0
-            if slot >= 0 and cu_num_logits.shape[0] > 0:
+    slots[:count], slots[count:] = idx_mapping, -1
+    if tail_lens is not None:
+        tail_lens[:] = 0
+        if cu_num_logits is not None:
+            for row in range(count):
                 tail = cu_num_logits[row + 1] - cu_num_logits[row]
-            tail_lens[row] = tail if tail > 1 else 0
-
-
-def bind_slots(op: BindSlots) -> None:
-    tails = _NO_TREES if op.cu_num_logits is None else op.cu_num_logits.numpy()
-    lens = _NO_TREES if op.tail_lens is None else op.tail_lens.numpy()
-    _bind(op.idx_mapping.numpy(), tails, op.slots.numpy(), lens)
+                tail_lens[row] = tail if tail > 1 else 0
 
 
 @njit

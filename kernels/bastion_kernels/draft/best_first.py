@@ -30,21 +30,7 @@ from torch import Tensor
 
 from bastion_kernels.draft.best_first_kernel import expand_kernel
 from bastion_kernels.draft.candidates import ReadsCandidates
-from bastion_kernels.op import Arguments, public
-from bastion_kernels.triton_or_none import triton
-
-
-@dataclass(frozen=True)
-class NgramRows(Arguments):
-    """Output of `mix_ngram`, and the source of each node. L depths, at least D."""
-
-    tokens: Annotated[Tensor, "[R, L] int32"]  # the n-gram draft
-    # Its index among the candidates, M where it is none of them, -1 without.
-    places: Annotated[Tensor, "[R, L] int32"]
-    rows: Annotated[Tensor, "[R, L, M + 1] float32"]  # log q' of a node on it
-    # Written: 1 for a node of the drafter alone, 2 of the n-gram draft alone, 3 of both, 0 for an
-    # unused column.
-    sources: Annotated[Tensor, "[S, N] int32"]
+from bastion_kernels.op import padded, public
 
 
 @dataclass(slots=True)
@@ -60,7 +46,7 @@ class ExpandBestFirst(ReadsCandidates):
 
     Raises:
         ValueError, TypeError: shapes, strides or dtypes do not fit together, or sizes exceed the
-            fields of a frontier entry (N 4096; D and M 255).
+            fields of a frontier entry (N 4096; D 254, M 255).
     """
 
     candidates: Annotated[Tensor, "[R, D, M] int32, strided"]  # tokens of each depth
@@ -75,41 +61,38 @@ class ExpandBestFirst(ReadsCandidates):
     depths: Annotated[Tensor, "[S, N] int32"]  # written: 1..L
     log_rho: Annotated[Tensor, "[S, N] float32"]  # written: path scores
     num_nodes: Annotated[Tensor, "[S] int32"]  # written: columns in use
-    ngram: NgramRows | None = None  # n-gram drafts that may become branches of these trees
+    # Drafts that may become branches of these trees, of L depths, at least D. All four or none.
+    ngram_tokens: Annotated[Tensor | None, "[R, L] int32"] = None
+    # Index of the draft's token among the candidates, M where it is none of them, -1 without.
+    places: Annotated[Tensor | None, "[R, L] int32"] = None
+    # log q' of a node on the draft.
+    ngram_rows: Annotated[Tensor | None, "[R, L, M + 1] float32"] = None
+    # Written: 1 for a node of the drafter alone, 2 of the n-gram draft alone, 3 of both, 0 for an
+    # unused column.
+    sources: Annotated[Tensor | None, "[S, N] int32"] = None
 
     def check(self) -> None:
         ReadsCandidates.check(self)
-        (reqs, depth, width), (num_slots, limit) = self.candidates.shape, self.parents.shape
-        if (ngram := self.ngram) is not None:
-            sizes = {"R": reqs, "M": width, "S": num_slots, "N": limit}
-            ngram.check_declared(f"{self.name}: ngram", **sizes)
-            if not depth <= (length := ngram.tokens.shape[1]) <= 254:
-                raise ValueError(f"{self.name}: D <= L <= 254, got {depth}, {length}")
-        if limit > 4096 or max(depth, width) > 255 or self.top_k < 1:
+        (depth, width), limit = self.candidates.shape[1:], self.parents.shape[1]
+        length = depth if self.ngram_tokens is None else self.ngram_tokens.shape[1]
+        if not depth <= length <= 254:
+            raise ValueError(f"{self.name}: D <= L <= 254, got {depth}, {length}")
+        if limit > 4096 or width > 255 or self.top_k < 1:
             raise ValueError(
-                f"{self.name}: N <= 4096, D and M <= 255, top_k >= 1, got {limit}, {depth}, "
-                f"{width}, {self.top_k}"
+                f"{self.name}: N <= 4096, M <= 255, top_k >= 1, got {limit}, {width}, {self.top_k}"
             )
 
     def triton(self) -> None:
         """One warp per request, one node per round."""
-        ngram, width = self.ngram, self.candidates.shape[2] + (self.ngram is not None)
+        width = self.candidates.shape[2] + (self.ngram_tokens is not None)
         self.launch(
             expand_kernel,
             self.candidates.shape[0],
             stride_logprobs_p=self.stride_of_rows,
-            ngram_tokens=None if ngram is None else ngram.tokens,
-            places=None if ngram is None else ngram.places,
-            ngram_rows=None if ngram is None else ngram.rows,
-            sources=None if ngram is None else ngram.sources,
-            stride_ngram_tokens_r=0 if ngram is None else ngram.tokens.stride(0),
-            stride_ngram_rows_r=0 if ngram is None else ngram.rows.stride(0),
-            stride_sources_s=0 if ngram is None else ngram.sources.stride(0),
             TOP_K=min(self.top_k, width),
-            IN_ORDER=self.stateless and ngram is None,
-            L=0 if ngram is None else ngram.tokens.shape[1],
-            BLOCK=max(32, triton.next_power_of_2(self.parents.shape[1])),
-            BLOCK_M=triton.next_power_of_2(width),
+            IN_ORDER=self.stateless and self.ngram_tokens is None,
+            BLOCK=padded(self.parents.shape[1], 32),
+            BLOCK_M=padded(width),
             num_warps=1,
         )
 

@@ -15,7 +15,7 @@ class ReadsCandidates(Op):
     logprobs: Tensor
 
     def check(self) -> None:
-        self.check_declared(self.name)
+        self.check_declared()
         rows, width = self.logprobs.shape[2:]
         if rows not in (1, width):
             raise ValueError(f"{self.name}: P is 1 or M = {width}, got {rows}")

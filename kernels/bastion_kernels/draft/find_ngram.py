@@ -23,7 +23,7 @@ from typing import Annotated
 
 from torch import Tensor
 
-from bastion_kernels.op import Op, public
+from bastion_kernels.op import Op, cdiv, public
 from bastion_kernels.triton_or_none import tl, triton
 
 # shortest match, and the length from which all matches are treated alike
@@ -100,7 +100,7 @@ class FindNgram(Op):
         self.launch(
             _find_kernel,
             self.slots.shape[0],
-            triton.cdiv(self.history.shape[1], _BLOCK),
+            cdiv(self.history.shape[1], _BLOCK),
             BLOCK=_BLOCK,
             SHORTEST=SHORTEST,
             LONGEST=LONGEST,

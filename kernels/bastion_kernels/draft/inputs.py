@@ -2,7 +2,7 @@
 """The drafter's inputs after a step of trees, from buffers that a CUDA graph can read.
 
 The context of a request is its accepted path, whose row d has moved to the cache slot of position
-p + d (`KVCompactor`), p being that of the bonus token before it. With c rows on the path,
+p + d (`compact_caches`), p being that of the bonus token before it. With c rows on the path,
 
     source[r, d] = root row of r + path[r, d]        for d < c, then -1
     queries      = the last sampled token and mask tokens, at positions p + c, p + c + 1, ..
@@ -19,8 +19,7 @@ from typing import Annotated
 
 from torch import Tensor
 
-from bastion_kernels.checks import check_one
-from bastion_kernels.op import Op, public
+from bastion_kernels.op import Op, padded, public
 from bastion_kernels.triton_or_none import tl, triton
 
 
@@ -56,7 +55,7 @@ def _inputs_kernel(
     mask_token,
     max_len,
     stride_path,
-    stride_tables,
+    stride_block_tables_b,
     WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -90,10 +89,10 @@ def _inputs_kernel(
     tl.store(query_positions + o_query, b_limited, mask=m_q)
     tl.store(is_padding + o_query, tl.where(m_live, False, True), mask=m_q)
     for i in tl.static_range(len(block_tables)):
-        p_table = block_tables[i] + i_r * stride_tables[i]
-        b_slot = _cache_slots(p_table, b_position, m_d, stride_tables[i], pages[i])
+        p_table = block_tables[i] + i_r * stride_block_tables_b[i]
+        b_slot = _cache_slots(p_table, b_position, m_d, stride_block_tables_b[i], pages[i])
         tl.store(context_slots[i] + o_row, b_slot, mask=o_d < WIDTH)
-        b_slot = _cache_slots(p_table, b_query, m_live, stride_tables[i], pages[i])
+        b_slot = _cache_slots(p_table, b_query, m_live, stride_block_tables_b[i], pages[i])
         tl.store(query_slots[i] + o_query, b_slot, mask=m_q)
 
     o_s = tl.arange(0, BLOCK_S)
@@ -120,17 +119,19 @@ class DraftInputs(Op):
     path: Annotated[Tensor, "[*, WIDTH] int32"]  # nodes of the accepted path, -1 past its end
     positions: Annotated[Tensor, "[T] int64"]  # of the target's rows, linear in a request
     last_sampled: Tensor  # [S] integer, by slot
-    block_tables: Sequence[Tensor]  # [>= R, blocks] int32 of each group, by row of the batch
+    # Of each group, by row of the batch.
+    block_tables: Annotated[Sequence[Tensor], "G of [B, *] int32"]
     pages: Sequence[int]  # rows in a block of each group
     # Written: row of the target's batch, of each of R * W context rows; -1 past the path.
     source: Annotated[Tensor, "[M] int64"]
     context_positions: Annotated[Tensor, "[>= M] int64"]  # written; 0 past the path
-    context_slots: Sequence[Tensor]  # [>= M] int64 of each group, written; -1 past the path
+    # Of each group, written; -1 past the path.
+    context_slots: Annotated[Sequence[Tensor], "G of [>= M] int64"]
     row_slots: Annotated[Tensor, "[S] int64"]  # written: slots of the first R rows
     # Written: of each of R * Q queries.
     input_ids: Annotated[Tensor, "[X] int32"]
     query_positions: Annotated[Tensor, "[X] int64"]
-    query_slots: Sequence[Tensor]  # [>= R * Q] int64 of each group, written
+    query_slots: Annotated[Sequence[Tensor], "G of [*] int64"]
     is_padding: Annotated[Tensor, "[X] bool"]
     query_starts: Annotated[Tensor, "[S + 1] int32"]  # written: first query of each request
     # Written: tokens that a request's last query sees; 0 for padding.
@@ -139,33 +140,18 @@ class DraftInputs(Op):
     mask_token: int
     max_len: int  # longest sequence of the model
 
-    def check(self) -> None:
-        Op.check(self)
-        lists = self.block_tables, self.pages, self.context_slots, self.query_slots
-        if len({len(each) for each in lists}) > 1:
-            raise ValueError(f"{self.name}: {[len(each) for each in lists]} groups, not one number")
-        for table in self.block_tables:
-            check_one(self.name, "a block table", table, "[*, *] int32")
-        for slots in (*self.context_slots, *self.query_slots):
-            check_one(self.name, "slots of a cache", slots, "[*] int64")
-
     def triton(self) -> None:
         width, total = self.path.shape[1], self.slots.shape[0]
         self.launch(
             _inputs_kernel,
             self.source.shape[0] // width,
-            block_tables=tuple(self.block_tables),
-            pages=tuple(self.pages),
-            context_slots=tuple(self.context_slots),
-            query_slots=tuple(self.query_slots),
             total=total,
             stride_path=self.path.stride(0),
-            stride_tables=tuple(table.stride(0) for table in self.block_tables),
             WIDTH=width,
             QUERIES=self.queries,
-            BLOCK_W=triton.next_power_of_2(width),
-            BLOCK_Q=triton.next_power_of_2(self.queries),
-            BLOCK_S=triton.next_power_of_2(total),
+            BLOCK_W=padded(width),
+            BLOCK_Q=padded(self.queries),
+            BLOCK_S=padded(total),
             num_warps=1,
         )
 

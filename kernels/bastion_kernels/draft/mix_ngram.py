@@ -26,7 +26,7 @@ from torch import Tensor
 
 from bastion_kernels.draft.candidates import ReadsCandidates
 from bastion_kernels.draft.find_ngram import LONGEST
-from bastion_kernels.op import public
+from bastion_kernels.op import padded, public
 from bastion_kernels.triton_or_none import tl, triton
 
 # by match length; measured with SmolLM2-135M on Spec-Bench, GSM8K and HumanEval, smoothed
@@ -203,9 +203,9 @@ class MixNgram(ReadsCandidates):
             LONGEST=LONGEST,
             TRIALS=_PRIOR_TRIALS,
             MOST=_MOST_TRIALS,
-            BLOCK_L=triton.next_power_of_2(self.tokens.shape[1]),
-            BLOCK_M=triton.next_power_of_2(width + 1),
-            BLOCK_C=triton.next_power_of_2(LONGEST + 1),
+            BLOCK_L=padded(self.tokens.shape[1]),
+            BLOCK_M=padded(width + 1),
+            BLOCK_C=padded(LONGEST + 1),
             num_warps=1,
         )
 

@@ -15,7 +15,8 @@ from typing import Annotated
 
 from torch import Tensor
 
-from bastion_kernels.op import Op, public
+from bastion_kernels.bound import Launched
+from bastion_kernels.op import Op, padded, public
 from bastion_kernels.triton_or_none import tl, triton
 
 
@@ -142,19 +143,18 @@ class TakeBest(Op):
         if self.total < 0:
             raise ValueError(f"{self.name}: total must be at least 0, got {self.total}")
 
-    def triton(self) -> None:
+    def triton(self) -> Launched | None:
         num_slots, limit = self.log_rho.shape
-        block = triton.next_power_of_2(limit)
+        block = padded(limit)
         # The constants depend on N and S, never on R.
-        self.launch(
+        return self.launch(
             _take_kernel,
             self.slots.shape[0],
-            total=min(self.total, num_slots * limit),
             BLOCK=block,
             # A thread runs at most 8 searches: more would run out of registers.
             RIVALS=min(max(2048 // block, 1), 16),
             STEPS=limit.bit_length(),
-            REQS_PAD=triton.next_power_of_2(num_slots),
+            REQS_PAD=padded(num_slots),
             num_warps=min(max(block // 16, 1), 8),
         )
 

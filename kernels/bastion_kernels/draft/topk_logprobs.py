@@ -31,7 +31,7 @@ from bastion_kernels.draft.topk_merge import (
     shift_of,
     unorder,
 )
-from bastion_kernels.op import Op, public
+from bastion_kernels.op import Op, cdiv, padded, public
 from bastion_kernels.triton_or_none import tl, triton
 
 _SEGMENTS, _SEGMENT = 32, 64  # segments of a chunk, logits of a segment
@@ -167,7 +167,7 @@ def _pop_kernel(
 def _pop(op: TopkPartial | TopkLogprobs, **others: Any) -> None:
     """Maxima, then the K best, as keys and mass or as tokens and log-probabilities."""
     (rows, vocab), device = op.logits.shape, op.logits.device
-    chunks = triton.cdiv(vocab, _SEGMENTS * _SEGMENT)
+    chunks = cdiv(vocab, _SEGMENTS * _SEGMENT)
     between = {
         "maxima": torch.empty(rows, chunks * _SEGMENTS, dtype=op.logits.dtype, device=device),
         "heads": torch.empty(rows, chunks, dtype=torch.int64, device=device),
@@ -178,8 +178,8 @@ def _pop(op: TopkPartial | TopkLogprobs, **others: Any) -> None:
         "num_warps": 1,
     }
     op.launch(_maxima_kernel, rows, chunks, **between)
-    padded = max(32, triton.next_power_of_2(chunks))
-    op.launch(_pop_kernel, rows, NO_KEY=NO_KEY, CHUNKS_PAD=padded, **between, **others)
+    width = padded(chunks, 32)
+    op.launch(_pop_kernel, rows, NO_KEY=NO_KEY, CHUNKS_PAD=width, **between, **others)
 
 
 @dataclass(slots=True)
@@ -195,7 +195,7 @@ class TopkPartial(Op):
     out_mass: Annotated[Tensor, "[M] float32"]  # written: log sum exp(logit - largest logit)
 
     def check(self) -> None:
-        self.check_declared(self.name, K=self.k)
+        self.check_declared(K=self.k)
         check_k(self.name, self.k)
 
     def triton(self) -> None:
@@ -220,7 +220,7 @@ class TopkLogprobs(Op):
     out_logprobs: Annotated[Tensor, "[M, K] float32"]  # written: their log-softmax over V
 
     def check(self) -> None:
-        self.check_declared(self.name, K=self.k)
+        self.check_declared(K=self.k)
         check_k(self.name, self.k)
         if self.k > (vocab := self.logits.shape[1]):
             raise ValueError(f"{self.name}: k must be at most {vocab} (V), got {self.k}")

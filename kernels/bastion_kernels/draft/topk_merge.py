@@ -13,7 +13,7 @@ from typing import Annotated
 
 from torch import Tensor
 
-from bastion_kernels.op import Op, public
+from bastion_kernels.op import Op, padded, public
 from bastion_kernels.triton_or_none import tl, triton
 
 MAX_TOKEN = 2**31 - 1
@@ -95,7 +95,7 @@ class MergeTopk(Op):
 
     def triton(self) -> None:
         rows, parts, _ = self.keys.shape
-        block = max(32, triton.next_power_of_2(parts))
+        block = padded(parts, 32)
         self.launch(_merge_kernel, rows, NO_KEY=NO_KEY, BLOCK=block, num_warps=1)
 
 

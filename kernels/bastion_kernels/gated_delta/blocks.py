@@ -16,7 +16,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from bastion_kernels.op import Op, public
+from bastion_kernels.op import Op, padded, public
 from bastion_kernels.triton_or_none import tl, triton
 
 __all__ = ["StateBlocks", "find_commits", "find_states"]
@@ -158,7 +158,7 @@ class FindStates(Op):
     state_rows: Annotated[Tensor, "[G, S] int32"]
 
     def check(self) -> None:
-        self.check_declared(self.name, S=self.starts.shape[0] - 1, G=len(self.blocks.tables))
+        self.check_declared(S=self.starts.shape[0] - 1, G=len(self.blocks.tables))
 
     def triton(self) -> None:
         self.launch(
@@ -166,7 +166,7 @@ class FindStates(Op):
             len(self.blocks.tables) if self.seq_lens.shape[0] else 0,
             layout=self.blocks.layout,
             BLOCK_SIZE=self.blocks.block_size,
-            BLOCK=triton.next_power_of_2(self.computed.shape[0]),
+            BLOCK=padded(self.computed.shape[0]),
         )
 
 
@@ -186,7 +186,7 @@ class FindCommits(Op):
     lengths: Annotated[Tensor, "[2, R] int32"]  # written: entries of the path up to these states
 
     def check(self) -> None:
-        self.check_declared(self.name, G=len(self.blocks.tables))
+        self.check_declared(G=len(self.blocks.tables))
         if not self.blocks.block_size:
             raise ValueError(f"{self.name}: a request with one state writes where it reads")
 
@@ -195,7 +195,7 @@ class FindCommits(Op):
             _find_commits_kernel,
             self.path.shape[0],
             layout=self.blocks.layout,
-            PATHS=triton.next_power_of_2(self.path.shape[1]),
+            PATHS=padded(self.path.shape[1]),
             BLOCK_SIZE=self.blocks.block_size,
             num_warps=1,
         )

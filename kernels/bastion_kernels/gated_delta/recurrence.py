@@ -31,8 +31,7 @@ from torch import Tensor
 
 from bastion_kernels.gated_delta.kernels import gated_delta_commit_kernel, gated_delta_tree_kernel
 from bastion_kernels.gated_delta.states import LayerStates
-from bastion_kernels.op import Op, public
-from bastion_kernels.triton_or_none import triton
+from bastion_kernels.op import Op, cdiv, padded, public
 
 # rows solved at once, value columns of a program, key columns of a product
 _BLOCK, _BLOCK_V, _BLOCK_D = 16, 16, 32
@@ -80,7 +79,7 @@ class GatedDeltaTree(Op):
             gated_delta_tree_kernel,
             self.state_rows.shape[0],
             heads,
-            triton.cdiv(width, _BLOCK_V),
+            cdiv(width, _BLOCK_V),
             GROUP=heads // self.key.shape[1],
             BLOCK_D=_BLOCK_D,
             BLOCK_V=_BLOCK_V,
@@ -117,7 +116,7 @@ class GatedDeltaCommit(Op):
     def check(self) -> None:
         _, heads, dim, width = self.states.first.shape
         sizes = {"HEADS": heads, "DIM": dim, "WIDTH": width, "R": self.path.shape[0]}
-        self.check_declared(self.name, L=len(self.states.states), **sizes)
+        self.check_declared(L=len(self.states.states), **sizes)
 
     def triton(self) -> None:
         """One matrix product per block of accepted rows."""
@@ -126,11 +125,11 @@ class GatedDeltaCommit(Op):
             gated_delta_commit_kernel,
             self.path.shape[0],
             layers * heads,
-            triton.cdiv(width, _BLOCK_V),
+            cdiv(width, _BLOCK_V),
             **self.states.arguments("bhdw"),
-            PATHS=triton.next_power_of_2(self.path.shape[1]),
+            PATHS=padded(self.path.shape[1]),
             GROUP=heads // self.key.shape[2],
-            BLOCK_D=max(16, triton.next_power_of_2(dim)),
+            BLOCK_D=padded(dim, 16),
             BLOCK_V=_BLOCK_V,
             BLOCK=_BLOCK,
             num_warps=4,

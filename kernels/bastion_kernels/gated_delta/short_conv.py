@@ -18,7 +18,7 @@ from typing import Annotated
 from torch import Tensor
 
 from bastion_kernels.gated_delta.states import LayerStates, path_length
-from bastion_kernels.op import Op, public
+from bastion_kernels.op import Op, cdiv, padded, public
 from bastion_kernels.triton_or_none import tl, triton
 
 _BLOCK, _BLOCK_C = 16, 128
@@ -123,7 +123,7 @@ class ShortConvTree(Op):
         self.launch(
             _conv_kernel,
             self.state_rows.shape[0],
-            triton.cdiv(self.x.shape[1], _BLOCK_C),
+            cdiv(self.x.shape[1], _BLOCK_C),
             stride_state_k=self.state.stride(2),
             BLOCK=_BLOCK,
             BLOCK_C=_BLOCK_C,
@@ -226,7 +226,7 @@ class ShortConvCommit(Op):
 
     def check(self) -> None:
         sizes = {"L": len(self.states.states), "C": self.states.first.shape[1]}
-        self.check_declared(self.name, R=self.path.shape[0], **sizes)
+        self.check_declared(R=self.path.shape[0], **sizes)
 
     def triton(self) -> None:
         _, channels, kept = self.states.first.shape
@@ -234,11 +234,11 @@ class ShortConvCommit(Op):
             _commit_kernel,
             self.path.shape[0],
             len(self.states.states),
-            triton.cdiv(channels, _BLOCK_C),
+            cdiv(channels, _BLOCK_C),
             **self.states.arguments("bck"),
-            PATHS=triton.next_power_of_2(self.path.shape[1]),
+            PATHS=padded(self.path.shape[1]),
             KEPT=kept,
-            KEPT_PAD=triton.next_power_of_2(kept),
+            KEPT_PAD=padded(kept),
             BLOCK_C=_BLOCK_C,
         )
 
