@@ -272,8 +272,8 @@ def _unusable(*names: str) -> str | None:
 def _problem(path: Path, shared: bool) -> str | None:
     """Why the content of a folder cannot be trusted, or None.
 
-    shared: whether a group may write to it. That is safe for the cache folder, which also holds the
-        profiles: a folder `numba` created by the group must pass this check itself.
+    shared: whether a group may write to it. That is safe for the cache folder: a folder of code
+        that the group creates in it must pass this check itself.
     """
     status = path.stat()
     if status.st_uid not in (0, os.geteuid()):
