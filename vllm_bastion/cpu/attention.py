@@ -6,8 +6,9 @@ by running vLLM's op that writes it. Prompts and plain rows stay on vLLM's kerne
 numbers that it computes for a batch of them alone. Trees and chains run on our loops, in which a
 row's result depends on its path only. The drafter keeps vLLM's kernel.
 
-A layer writes its keys and values in the same call, for which vLLM has an op of its own: between
-parallel regions OpenMP's threads soon fall asleep, and waking them takes longer than the write.
+A layer writes its keys and values in the same call, for which vLLM has an op of its own, and keeps
+the kernel's arguments. Without both, a step of 8 nodes of SmolLM2 took 26 to 28 ms in place of 24
+to 27 on two cores.
 """
 
 from __future__ import annotations

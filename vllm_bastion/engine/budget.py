@@ -143,7 +143,6 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             # By slot: most nodes, and rows that are not nodes.
             self._layout_np = np.zeros((2, num_slots), dtype=np.int32)
             self._layout = torch.zeros(2, num_slots, dtype=torch.int32, device=self.trees.device)
-            self._layout_is_copied = True
             self._scratch = torch.zeros(num_slots + 1, dtype=torch.int32, device=self.trees.device)
             limits, rest = self._layout
             self._take_best = take_best.bind(
