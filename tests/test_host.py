@@ -80,8 +80,8 @@ def test_the_cuda_path_needs_no_numba_and_writes_nothing(tmp_path: Path) -> None
 
 # The seam and the CPU's side of it, and the policy, which knows no vLLM and is given a device.
 _SEAM = ("host.py", "platform.py", "cpu/", "policy/")
-# vLLM asks for its version before there is a platform to ask.
-_IMPORTS_CPU = ("plugin.py",)
+# vLLM asks for its version before there is a platform to ask; and a worker of a CPU only.
+_IMPORTS_CPU = ("plugin.py", "hooks/cpu_worker.py")
 _ASKS = re.compile(
     r"device\.type|\bis_cuda\b|\bis_cpu\(|^\s*(from|import) (vllm_bastion|bastion_kernels)\.cpu\b"
 )

@@ -36,6 +36,8 @@ class Host:
     # N where the user names none. The paper's adaptive trees have 139 (Qwen3-8B) and 202 (4B) nodes
     # on average on an A100.
     default_nodes = 255
+    # Whether vLLM can turn a drafter's weights into float8 when it loads them.
+    serves_float8_products = True
 
     # ---- what the host can serve --------------------------------------------------------
 
@@ -45,34 +47,20 @@ class Host:
 
         return bool(current_platform.is_cuda())
 
-    def serves_float8_products(self) -> bool:
-        """Whether vLLM can turn a drafter's weights into float8 when it loads them."""
-        return True
-
-    def tree_backend(self, backend: type[Any], kv_cache_dtype: str | None = None) -> type[Any]:
-        """The tree-capable attention backend in place of the one that vLLM chose.
-
-        Both have the same KV cache layout. kv_cache_dtype: of the layer.
+    def tree_backend(self, backend: type[Any]) -> type[Any]:
+        """The tree-capable attention backend in place of vLLM's choice; the cache's layout stays.
 
         Raises:
             ValueError: there is none for `backend`.
         """
-        name = backend.get_name()
-        if name == "FLASH_ATTN":
+        if backend.get_name() == "FLASH_ATTN":
             from vllm_bastion.attention.cuda import TreeFlashAttentionBackend
 
             return TreeFlashAttentionBackend
-        from vllm_bastion.attention.kv_cache import float8
-
-        if kv_cache_dtype is not None and float8(kv_cache_dtype) is not None:
-            raise ValueError(
-                f"method 'bastion' has no tree attention for the backend {name}, which vLLM takes "
-                f'for kv_cache_dtype "{kv_cache_dtype}" on this device: set kv_cache_dtype to '
-                '"auto"'
-            )
         raise ValueError(
-            f"method 'bastion' has no tree attention for the backend {name}. "
-            "Leave attention_config.backend unset, or set it to FLASH_ATTN."
+            f'method "bastion" has no tree attention for the backend {backend.get_name()}: leave '
+            "attention_config.backend unset, or, if vLLM chose it for a float8 cache, set "
+            'kv_cache_dtype to "auto"'
         )
 
     def default_attention_backend(self) -> Any | None:
@@ -93,10 +81,6 @@ class Host:
         They are compiled when they are first called.
         """
         return False
-
-    def install_replacements(self) -> None:
-        """Replace vLLM's Triton kernels by native functions, see `needs_replacements`."""
-        raise AssertionError("a GPU runs vLLM's own Triton kernels")
 
     def compile_factors(self, drafter_weights: str) -> tuple[str, ...]:
         """What compiled models depend on besides vLLM's own factors.
@@ -154,27 +138,6 @@ class Host:
         processed, tokens = draw(None)
         accept_path(tokens, *given)
         return processed
-
-    def run_gated_delta(
-        self,
-        layer: Any,
-        weight: Tensor,
-        states: tuple[Tensor, Tensor],
-        rows: Any,
-        saved: Any,
-        tensors: tuple[Tensor, Tensor, Tensor, Tensor],
-    ) -> None:
-        """Run the tree rows of a layer in vLLM's CPU version.
-
-        Args:
-            layer: vLLM's gated delta layer.
-            weight: of its convolution, [C, W].
-            states: its views `attention.gated_delta.states_of`.
-            rows: the `TreeRows` of the step.
-            saved: the layer's `CommitInputs`, written.
-            tensors: mixed_qkv [T, C]; b, a [T, H]; out [T, H, V], written.
-        """
-        raise AssertionError("a GPU runs a layer's ops one after the other")
 
     # ---- the profile at the start ---------------------------------------------------------
 

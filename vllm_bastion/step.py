@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_bastion.policy.trees import Trees
 from vllm_bastion.scheduler.gate import Arm
 
 
@@ -45,3 +46,12 @@ class Step:
     def grows(self) -> bool:
         """Whether it ends with trees."""
         return self.arm != Arm.PLAIN
+
+
+@dataclass(kw_only=True)
+class TreeMetadata:
+    """Mixed into vLLM's metadata class of a backend that reads tree masks."""
+
+    trees: Trees | None = None
+    record: Step | None = None
+    """Set by `BastionModelState.prepare_attn`; None for a batch that it did not prepare."""

@@ -95,11 +95,6 @@ def check(
                 raise ValueError(_wrong_shape(op, name, tensor, one, sizes))
 
 
-def check_one(op: str, name: str, tensor: Tensor, text: str, **sizes: int) -> None:
-    """`check` of one tensor that is no argument of an `Op`."""
-    check(op, (name,), (tensor,), (declared(text),), **sizes)
-
-
 def _wrong_shape(op: str, name: str, tensor: Tensor, one: Declared, sizes: dict[str, int]) -> str:
     formulas, wanted = dict(one.formulas), []
     for i, dim in enumerate(one.dims):

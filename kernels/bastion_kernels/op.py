@@ -133,14 +133,11 @@ class PublicOp(Generic[_P]):
         self._loaded: Callable[[Op], None] | None = None
         self._checked = set[int]()  # numbers of rows
 
-        def triton(*args: _P.args, **kwargs: _P.kwargs) -> None:
-            arguments(*args, **kwargs).triton()
+    def triton(self, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        self.arguments(*args, **kwargs).triton()
 
-        def cpu_version(*args: _P.args, **kwargs: _P.kwargs) -> None:
-            self._run_on_cpu(arguments(*args, **kwargs))
-
-        self.triton, self.cpu = triton, cpu_version
-        self.triton.__name__, self.cpu.__name__ = f"{name}_triton", f"{name}_cpu"
+    def cpu(self, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        self._run_on_cpu(self.arguments(*args, **kwargs))
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> None:
         self.run(self.arguments(*args, **kwargs))

@@ -205,25 +205,6 @@ def test_another_users_folder_is_refused(
     assert "belongs to another user" in warnings(caplog)[0]
 
 
-def test_old_folders_are_pruned_unless_they_are_in_use(folder: Path, process: Any) -> None:
-    days = {"functions-0": 1, "functions-1": 20, "functions-2": 30, "functions-3": 40}
-    days |= {"functions-4": 13, "functions-5": 50, "functions-6": 60, "others-0": 99}
-    folder.mkdir(parents=True)
-    for name, age in days.items():
-        (folder / name).mkdir()
-        (folder / name / "code").touch()
-        used = os.stat(folder).st_mtime - age * 24 * 3600
-        os.utime(folder / name, (used, used))
-    assert process().outer(3) == 8
-    left = {path.name for path in folder.iterdir() if path.name in days}
-    assert left == {"functions-0", "functions-4", "functions-1", "others-0"}
-    os.utime(folder, (0, 0))
-    (current,) = (path for path in folder.iterdir() if path.name not in days)
-    os.utime(current, (0, 0))
-    assert process().outer(3) == 8
-    assert current.stat().st_mtime > 0, "a use counts"
-
-
 @pytest.mark.parametrize("name", ["VLLM_BASTION_CACHE", "XDG_CACHE_HOME", "HOME", "TMPDIR"])
 def test_where_the_cache_is(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last: a user without a home, as in a container that runs under any user id."""

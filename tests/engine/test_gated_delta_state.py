@@ -19,7 +19,6 @@ from vllm_bastion.attention.gated_delta import (
     allocate,
     run_tree_rows,
 )
-from vllm_bastion.cpu.host import CpuHost
 from vllm_bastion.engine.gated_delta import GatedDeltaModelState
 from vllm_bastion.engine.recurrent_states import RecurrentStates
 from vllm_bastion.hooks import gated_delta
@@ -73,7 +72,6 @@ class Step:
             torch.tensor([2, -1, 1] if with_prompt else [2, 1]).int(),
             step_rows,
             {"layer": self.saved.of_layer(0)},
-            CpuHost().run_gated_delta,
         )
         self.out = torch.full((rows, HEADS, WIDTH), 7.0)
 
@@ -124,7 +122,7 @@ def test_blocks_hold_the_state_of_their_end_wherever_a_path_crosses_it(align: bo
         torch.zeros(4 * count, HEADS, WIDTH, DIM),
     )
     saved = allocate([layer], width * count, torch.float32, torch.device("cpu"))
-    for x in saved.tensors():
+    for x in saved:
         x.zero_()
     root_only = torch.full((count, longest + 1), -1, dtype=torch.int32)
     root_only[:, 0] = 0
@@ -160,7 +158,7 @@ def test_blocks_hold_the_state_of_their_end_wherever_a_path_crosses_it(align: bo
 def test_a_step_without_drafts_accepts_the_root() -> None:
     layer = make_layer(False)
     saved = allocate([layer], 2, torch.float32, torch.device("cpu"))
-    for x in saved.tensors():
+    for x in saved:
         x.fill_(5.0)
     table, root_only = torch.tensor([[2]], dtype=torch.int32), torch.tensor([[0, -1]]).int()
     states = RecurrentStates(

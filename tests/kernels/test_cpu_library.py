@@ -58,21 +58,12 @@ def test_a_library_is_kept_and_found_again(folder: Path) -> None:
     assert path.stat().st_mtime_ns == before.st_mtime_ns
 
 
-@pytest.mark.parametrize("damage", ["truncated", "changed", "empty"])
-def test_a_damaged_library_is_built_again(folder: Path, damage: str) -> None:
-    folder.mkdir()
-    path = folder / f"{library._key(library._FLAGS)}.so"
+def test_a_damaged_library_is_built_again(folder: Path) -> None:
     build()
+    (path,) = folder.iterdir()
     content = path.read_bytes()
     path.unlink()  # a loaded file must not change
-    middle = len(content) // 2
-    path.write_bytes(
-        {
-            "truncated": content[:middle],
-            "changed": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
-            "empty": b"",
-        }[damage]
-    )
+    path.write_bytes(content[:-1])
     assert build().four() == 4
     assert path.read_bytes() == content
 
@@ -83,13 +74,6 @@ def test_changed_sources_make_another_library(folder: Path) -> None:
     source.write_text(source.read_text().replace("return 4", "return 5"))
     assert build().four() == 5
     assert len(list(folder.iterdir())) == 2
-
-
-def test_a_folder_that_others_can_write_is_not_used(folder: Path) -> None:
-    folder.mkdir()
-    folder.chmod(0o777)
-    assert build().four() == 4
-    assert not list(folder.iterdir())
 
 
 def test_a_full_disk_is_no_error(

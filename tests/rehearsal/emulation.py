@@ -437,8 +437,7 @@ def declared_ops() -> dict[str, Any]:
     import bastion_kernels
     from bastion_kernels.op import PublicOp
 
-    found = {name: getattr(bastion_kernels, name) for name in bastion_kernels.__all__}
-    return {name: op for name, op in found.items() if isinstance(op, PublicOp)}
+    return {name: op for name, op in vars(bastion_kernels).items() if isinstance(op, PublicOp)}
 
 
 class _Dispatch(TorchDispatchMode):

@@ -28,7 +28,7 @@ from bastion_kernels import AttentionLayer, AttentionStep
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
 from vllm_bastion.attention.graphs import PLAIN_QUERY_LEN
 from vllm_bastion.attention.kv_cache import float8
-from vllm_bastion.attention.metadata import TreeMetadata
+from vllm_bastion.step import TreeMetadata
 
 
 @dataclass(kw_only=True)

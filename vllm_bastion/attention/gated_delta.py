@@ -9,19 +9,19 @@ as long as the engine. On a CPU one call runs both, and the steps between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from bastion_kernels import gated_delta_tree, short_conv_tree
+from bastion_kernels.op import load
 from vllm_bastion.policy.trees import Trees
 
 
-@dataclass
-class CommitInputs:
+class CommitInputs(NamedTuple):
     """What a layer's forward pass saves for the commit after acceptance, by tree row.
 
     With a leading [L] for all layers. M: most tree rows of a step; see the kernels.
@@ -32,13 +32,9 @@ class CommitInputs:
     updates: torch.Tensor  # [M, H, V] fp32
     decays: torch.Tensor  # [M, H] fp64
 
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.conv_input, self.key, self.updates, self.decays
-
     def of_layer(self, index: int) -> CommitInputs:
         """The part of one layer, by its index in `allocate`'s list."""
-        conv_input, key, updates, decays = (x[index] for x in self.tensors())
-        return CommitInputs(conv_input, key, updates, decays)
+        return CommitInputs(*(x[index] for x in self))
 
 
 def allocate(
@@ -79,8 +75,6 @@ class TreeRows:
     step_rows: torch.Tensor | None
     # by layer name
     commit_inputs: Mapping[str, CommitInputs]
-    # A CPU's kernel, see `Host.run_gated_delta`.
-    native: Callable[..., None]
 
 
 @dataclass(kw_only=True)
@@ -146,19 +140,23 @@ def run_tree_rows(
     mixed_qkv: [T, C]; b, a: [T, H]; out: [T, H, V], written.
     """
     saved, step_rows = rows.commit_inputs[layer.prefix], rows.step_rows
-    weight, states = _weight_of(layer), states_of(layer)
+    weight, (conv_state, state) = _weight_of(layer), states_of(layer)
+    trees, num_reqs = rows.trees, rows.state_rows.shape[0]
+    requests = (rows.state_rows, rows.query_start_loc)
+    tree = (trees.tail_lens[:num_reqs], trees.step_slots[:num_reqs])
+    scale = layer.head_k_dim**-0.5
     if _on_cpu(layer):
-        rows.native(layer, weight, states, rows, saved, (mixed_qkv, b, a, out))
+        run = load("bastion_kernels.cpu.gated_delta", "gated_delta_layer")
+        run(
+            weight, layer.A_log, layer.dt_bias, conv_state, state, saved, scale,
+            (*requests, *tree, trees.parents), step_rows, mixed_qkv, b, a, out,
+        )  # fmt: skip
         return
     if step_rows is not None:
         mixed_qkv, b, a = (x.index_select(0, step_rows) for x in (mixed_qkv, b, a))
     # A graph's padding may exceed the tree rows that a step can have.
     count = min(len(mixed_qkv), len(saved.key))
     mixed_qkv, b, a = (x[:count] for x in (mixed_qkv, b, a))
-    trees, num_reqs = rows.trees, rows.state_rows.shape[0]
-    requests = (rows.state_rows, rows.query_start_loc)
-    tree = (trees.tail_lens[:num_reqs], trees.step_slots[:num_reqs])
-    conv_state, state = states
     conv_input, key = saved.conv_input[:count], saved.key[:count]
     conv_input.copy_(mixed_qkv)
     mixed = torch.empty_like(conv_input)
@@ -168,7 +166,7 @@ def run_tree_rows(
     result = out[:count] if step_rows is None else out.new_empty(count, *out.shape[1:])
     gated_delta_tree(
         query, key, value, gate, beta, state, *requests, *tree, trees.bits,
-        layer.head_k_dim**-0.5, result, saved.updates, saved.decays,
+        scale, result, saved.updates, saved.decays,
     )  # fmt: skip
     if step_rows is not None:
         out.index_copy_(0, step_rows, result)

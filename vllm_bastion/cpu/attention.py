@@ -32,8 +32,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 from bastion_kernels import AttentionLayer as TreeAttentionLayer
 from bastion_kernels import AttentionStep, KVLayout, learn_layout
 from vllm_bastion.attention.kv_cache import float8
-from vllm_bastion.attention.metadata import TreeMetadata
 from vllm_bastion.policy.trees import Trees
+from vllm_bastion.step import TreeMetadata
 
 
 @lru_cache

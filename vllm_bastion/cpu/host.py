@@ -21,18 +21,16 @@ class CpuHost(Host):
 
     runs_ahead = False
     default_nodes = 63  # rows have a price from the first one on
+    serves_float8_products = False
 
     # ---- what the host can serve --------------------------------------------------------
-
-    def serves_float8_products(self) -> bool:
-        return False
 
     def serves_gated_delta(self) -> bool:
         return True
 
-    def tree_backend(self, backend: type[Any], kv_cache_dtype: str | None = None) -> type[Any]:
+    def tree_backend(self, backend: type[Any]) -> type[Any]:
         if backend.get_name() != "CPU_ATTN":
-            return super().tree_backend(backend, kv_cache_dtype)
+            return super().tree_backend(backend)
         from vllm_bastion.cpu.attention import TreeCPUAttentionBackend
 
         return TreeCPUAttentionBackend
@@ -47,17 +45,13 @@ class CpuHost(Host):
 
         return not HAS_TRITON
 
-    def install_replacements(self) -> None:
-        from vllm_bastion.cpu import replacements
-
-        replacements.install()
-
     def compile_factors(self, drafter_weights: str) -> tuple[str, ...]:
+        from bastion_kernels.cpu.cache import host_cpu
         from vllm_bastion.cpu.linear import MIN_WEIGHT_BYTES, can_multiply
-        from vllm_bastion.cpu.stored_graphs import host_instructions
 
         products = str(MIN_WEIGHT_BYTES if can_multiply() else None)
-        return drafter_weights, products, host_instructions()
+        capability = torch.backends.cpu.get_cpu_capability()
+        return drafter_weights, products, host_cpu(), capability
 
     def loading_compiled(self) -> AbstractContextManager[None]:
         from vllm_bastion.cpu.stored_graphs import complete_when_read
@@ -131,25 +125,6 @@ class CpuHost(Host):
 
             accept_lazily(draw_rows, walk)
         return processed
-
-    def run_gated_delta(
-        self,
-        layer: Any,
-        weight: Tensor,
-        states: tuple[Tensor, Tensor],
-        rows: Any,
-        saved: Any,
-        tensors: tuple[Tensor, Tensor, Tensor, Tensor],
-    ) -> None:
-        from bastion_kernels.cpu.gated_delta import gated_delta_layer
-
-        count, trees = rows.state_rows.shape[0], rows.trees
-        tails, slots = trees.tail_lens[:count], trees.step_slots[:count]
-        step = rows.state_rows, rows.query_start_loc, tails, slots, trees.parents
-        model = weight, layer.A_log, layer.dt_bias
-        gated_delta_layer(
-            *model, *states, saved.tensors(), layer.head_k_dim**-0.5, step, rows.step_rows, *tensors
-        )
 
     # ---- the profile at the start ---------------------------------------------------------
 

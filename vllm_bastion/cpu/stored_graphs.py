@@ -8,10 +8,8 @@ this module every start fails to load them and compiles again.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,13 +32,3 @@ def complete_when_read() -> Iterator[None]:
         yield
     finally:
         torch.compiler.load_compiled_function = load
-
-
-@lru_cache
-def host_instructions() -> str:
-    """A digest of the CPU's instruction sets, on which a compiled function depends."""
-    # Imported late: this module also loads in processes that must not import llvmlite.
-    from llvmlite.binding import get_host_cpu_features
-
-    features = f"{get_host_cpu_features().flatten()} {torch.backends.cpu.get_cpu_capability()}"
-    return hashlib.sha256(features.encode()).hexdigest()[:16]

@@ -46,7 +46,6 @@ from vllm_bastion.engine.recurrent_states import RecurrentStates
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.target import BastionModelState
 from vllm_bastion.logger import init_logger
-from vllm_bastion.platform import current_host
 
 logger = init_logger(__name__)
 
@@ -82,7 +81,6 @@ class GatedDeltaModelState(BastionModelState, _OneState):
 
     def __init__(self, runtime: Runtime, vllm_config: VllmConfig, *args: Any) -> None:
         super().__init__(runtime, vllm_config, *args)
-        self._native = current_host().run_gated_delta
         self._layers: dict[str, Any] = {}
         self._groups: dict[str, int] = {}  # group of such layers, by layer name
         # For all layers; None until the profiling run, or until the caches are bound.
@@ -111,7 +109,7 @@ class GatedDeltaModelState(BastionModelState, _OneState):
         }
         logger.info(
             "Allocated %.1f MiB for the gated delta layers' tree rows, at most %d in a step",
-            sum(x.nbytes for x in saved.tensors()) / 2**20,
+            sum(x.nbytes for x in saved) / 2**20,
             rows,
         )
 
@@ -267,7 +265,6 @@ class GatedDeltaModelState(BastionModelState, _OneState):
                 state_rows[:num_reqs],
                 of_group.spec_token_indx if of_group.num_prefills else None,
                 self._commit_inputs_by_layer,
-                self._native,
             )
             with_rows.append(GatedDeltaTreeMetadata(**vars(of_group), tree_rows=tree_rows))
         for name, group in self._groups.items():

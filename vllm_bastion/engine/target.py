@@ -25,12 +25,12 @@ from vllm.v1.worker.utils import AttentionGroup
 from bastion_kernels import KVCaches, compact_caches
 from vllm_bastion.attention.graphs import PLAIN_QUERY_LEN
 from vllm_bastion.attention.kv_cache import block_layout
-from vllm_bastion.attention.metadata import TreeMetadata
 from vllm_bastion.config import request_budget
 from vllm_bastion.engine.planning import make_step
 from vllm_bastion.engine.processors import has_unknown
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.sampler import TreeRejectionSampler
+from vllm_bastion.step import TreeMetadata
 
 
 class BastionModelState(DefaultModelState):

@@ -11,7 +11,6 @@ from vllm.v1.worker import gpu_worker
 
 from vllm_bastion.hooks.engine_args import runs_on_replacement
 from vllm_bastion.hooks.worker import BastionWorker
-from vllm_bastion.platform import current_host
 from vllm_bastion.versions import capabilities
 
 
@@ -33,7 +32,9 @@ class ReplacementWorker(CPUWorker):
     def init_device(self) -> None:
         """Install native kernels before the model runner is built."""
         if self._on_replacement:
-            current_host().install_replacements()
+            from vllm_bastion.cpu import replacements  # needs Numba
+
+            replacements.install()
         super().init_device()
 
 

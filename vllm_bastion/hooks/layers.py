@@ -16,9 +16,7 @@ def get_attn_backend(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     backend, (_, config) = original(*args, **kwargs), current_config()
     if config is None or _builds_drafter():
         return backend
-    return current_host().tree_backend(
-        backend, kwargs.get("kv_cache_dtype", args[2] if len(args) > 2 else None)
-    )
+    return current_host().tree_backend(backend)
 
 
 def current_config() -> tuple[Any, BastionSpeculativeConfig | None]:

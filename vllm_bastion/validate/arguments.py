@@ -106,7 +106,7 @@ def check_options(engine_args: Any, keys: dict[str, Any]) -> None:
             f"drafter is split as the target is ({engine_args.tensor_parallel_size}): remove it"
         )
     quantization = str(keys.get("quantization"))
-    if "fp8" in quantization and not current_host().serves_float8_products():
+    if "fp8" in quantization and not current_host().serves_float8_products:
         raise BastionConfigError(
             f'"quantization": "{quantization}" needs a GPU; on a CPU a bf16 drafter multiplies in '
             'int8 already ("bastion_drafter_weights": "auto"): remove it'

@@ -52,7 +52,7 @@ def _check_attention(vllm_config: Any) -> None:
     backend = vllm_config.attention_config.backend
     if backend is not None and backend.name not in ("FLASH_ATTN", "CPU_ATTN"):
         try:
-            current_host().tree_backend(backend.get_class(), cache_dtype)
+            current_host().tree_backend(backend.get_class())
         except ValueError as error:
             raise BastionConfigError(str(error)) from None
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from bastion_kernels.attention.kv_layout import KVLayout
-from bastion_kernels.checks import check_one
+from bastion_kernels.checks import check, declared
 from bastion_kernels.op import Op, cdiv, padded, public
 from bastion_kernels.triton_or_none import tl, triton
 
@@ -175,7 +175,7 @@ class KVCaches:
             )
         unique: dict[tuple[object, ...], tuple[Tensor, int, KVLayout | None]] = {}
         for cache, group, layout in zip(caches, groups, layouts, strict=True):
-            check_one("KVCaches", "a cache", cache, "[*, *, *, *]")
+            check("KVCaches", ("a cache",), (cache,), (declared("[*, *, *, *]"),))
             if cache.shape[0] * cache.shape[2] >= 2**31:
                 raise ValueError(f"KVCaches: {cache.shape[0]} blocks have too many slots")
             key = (group, cache.data_ptr(), cache.dtype, tuple(cache.shape), cache.stride())

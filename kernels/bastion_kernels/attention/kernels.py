@@ -17,8 +17,6 @@ from bastion_kernels.attention.plan import first_tile
 from bastion_kernels.attention.tile import add_unbounded, scores, weights
 from bastion_kernels.triton_or_none import tl, triton
 
-__all__ = ["tree_attention_kernel"]
-
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 

@@ -16,8 +16,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["AMX", "OTHER", "VECTOR", "KVLayout", "learn_layout"]
-
 OTHER, VECTOR, AMX = range(3)
 
 # element size in bytes -> bits of a number that it can hold. Wider elements store them as raw bits;
@@ -66,10 +64,8 @@ class KVLayout:
         return AMX if torch.equal(self.offsets, _by_tiles(page, dim)) else OTHER
 
     @classmethod
-    def rows(cls, page: int, dim: int, stride: int | None = None) -> KVLayout:
-        """A token's key and value side by side, tokens `stride` elements apart (default 2d)."""
-        if stride is None:
-            return cls(_rows(page, dim))
+    def rows(cls, page: int, dim: int, stride: int) -> KVLayout:
+        """A token's key and value side by side, tokens `stride` elements apart."""
         return cls(torch.arange(page, dtype=torch.int32)[:, None] * stride + _rows(1, dim))
 
 

@@ -125,7 +125,7 @@ class AncestorBits(Op):
         )
 
 
-ancestor_bits = public(AncestorBits, cpu="bastion_kernels.cpu.mask")
+ancestor_bits = public(AncestorBits, cpu="bastion_kernels.cpu.rows")
 
 
 @dataclass(slots=True)
@@ -149,4 +149,4 @@ class TreePositions(Op):
         self.launch(_positions_kernel, blocks, steps=steps, BLOCK=_ROWS)
 
 
-tree_positions = public(TreePositions, cpu="bastion_kernels.cpu.mask")
+tree_positions = public(TreePositions, cpu="bastion_kernels.cpu.rows")

@@ -25,8 +25,6 @@ from __future__ import annotations
 
 from bastion_kernels.triton_or_none import tl, triton
 
-__all__ = ["BUNDLE_FIELDS", "RUN_FIELDS", "first_tile", "plan_kernel"]
-
 # int32 values of a bundle (the last is unused) and of a program. A program's include those of its
 # first bundle, which saves a dependent load.
 BUNDLE_FIELDS = 8

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from bastion_kernels.triton_or_none import tl, triton
 
-__all__ = ["add_unbounded", "bits_from", "scores", "weights"]
-
 
 @triton.jit
 def bits_from(p_bits, stride_word, start, words, b_tail_row):

@@ -31,10 +31,19 @@ from bastion_kernels.attention.kernels import tree_attention_kernel
 from bastion_kernels.attention.kv_layout import KVLayout
 from bastion_kernels.attention.plan import BUNDLE_FIELDS, RUN_FIELDS
 from bastion_kernels.attention.workspace import TreeAttentionWorkspace
-from bastion_kernels.checks import check_one
+from bastion_kernels.checks import check, declared
 from bastion_kernels.op import load
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# What the tensors of a call must be.
+_DECLARED = {
+    "query": declared("[T, HEADS, DIM], strided"),
+    "out": declared("[T, HEADS, DIM], strided"),
+    "kv_cache": declared("[*, *, *, 2 * DIM], strided"),
+    "block_table": declared("[>= R, *]"),
+    "sinks": declared("[HEADS] float32"),
+    "depths": declared("[S, N] int32"),
+}
 # partial results in flight while they are merged, plus one
 _MERGE_STAGES = 3
 
@@ -62,6 +71,8 @@ class AttentionStep:
     Required in a CUDA graph. None: every call on a GPU allocates and plans. Unused on a CPU."""
     native: Any = field(default=None, init=False, repr=False, compare=False)
     """The C++ kernel's view of the above, made by the first call on a CPU."""
+    checked: bool = field(default=False, init=False, repr=False, compare=False)
+    """Whether a layer's call has checked it; the layers of a model share their sizes."""
 
 
 @dataclass(slots=True)
@@ -104,7 +115,9 @@ class AttentionLayer:
         Raises:
             ValueError, TypeError: shapes, dtypes or workspace do not fit together.
         """
-        self.check(step, query, out)
+        if not step.checked:
+            self.check(step, query, out)
+            step.checked = True
         if query.is_cuda:
             self.triton(step, query, out)
         else:
@@ -112,48 +125,32 @@ class AttentionLayer:
 
     def check(self, step: AttentionStep, query: Tensor, out: Tensor) -> None:
         """Raise unless layer, step, queries and result fit together."""
-        name, kv_cache, window = "tree_attention", self.kv_cache, self.window
-        heads, dim = query.shape[1:]
-        tail = step.ancestor_bits.shape[1]
-        if window < 0:
-            raise ValueError(f"{name}: window must be >= 0, got {window}")
-        if window:
-            if step.depths is None:
-                raise ValueError(f"{name}: a window counts positions, which need depths")
-            sizes = {"S": step.ancestor_bits.shape[0], "N": tail - 1}
-            check_one(name, "depths", step.depths, "[S, N] int32", **sizes)
-        if self.sinks is not None:
-            check_one(name, "sinks", self.sinks, "[HEADS] float32", HEADS=heads)
-        if kv_cache.dim() != 4 or kv_cache.shape[3] != 2 * dim or heads % kv_cache.shape[1]:
+        name, cache, window = "tree_attention", self.kv_cache, self.window
+        slots, tail, _ = step.ancestor_bits.shape
+        values = query, out, cache, step.block_table, self.sinks, step.depths
+        sizes = {"R": step.query_start_loc.shape[0] - 1, "S": slots, "N": tail - 1}
+        check(name, tuple(_DECLARED), values, tuple(_DECLARED.values()), **sizes)
+        if min(window, self.softcap) < 0:
+            raise ValueError(f"{name}: window and softcap must be >= 0")
+        if window and step.depths is None:
+            raise ValueError(f"{name}: a window counts positions, which need depths")
+        heads, kv_heads = query.shape[1], cache.shape[1]
+        if heads % kv_heads:
+            raise ValueError(f"{name}: {heads} heads over {kv_heads} key heads")
+        if cache.dtype not in (out.dtype, *_FLOAT8) or query.dtype not in (out.dtype, _FLOAT8[0]):
             raise ValueError(
-                f"{name}: kv_cache must be [blocks, Hkv, block_size, 2d] with Hkv dividing the "
-                f"query heads, got {tuple(kv_cache.shape)} for queries {tuple(query.shape)}"
-            )
-        queries = (out.dtype, _FLOAT8[0])
-        if kv_cache.dtype not in (out.dtype, *_FLOAT8) or query.dtype not in queries:
-            raise ValueError(
-                f"{name}: a {kv_cache.dtype} cache and {query.dtype} queries do not go with a "
+                f"{name}: a {cache.dtype} cache and {query.dtype} queries do not go with a "
                 f"result of {out.dtype}; they must be of its dtype or a float8 (view bytes as that)"
             )
-        reqs = step.query_start_loc.shape[0] - 1
-        if out.shape != query.shape or step.block_table.shape[0] < reqs:
-            raise ValueError(
-                f"{name}: shapes do not fit: query {tuple(query.shape)}, out {tuple(out.shape)}, "
-                f"block_table {tuple(step.block_table.shape)}, query_start_loc [{reqs + 1}]"
-            )
-        if self.softcap < 0:
-            raise ValueError(f"{name}: softcap must be >= 0, got {self.softcap}")
         workspace = None if step.workspaces is None else step.workspaces[window]
         if workspace is not None and (
             query.shape[0] > workspace.max_rows
-            or heads != workspace.kv_heads * workspace.group
-            or kv_cache.shape[1] != workspace.kv_heads
-            or dim != workspace.head_dim
-            or out.dtype != workspace.dtype
+            or (heads, kv_heads) != (kv_heads * workspace.group, workspace.kv_heads)
+            or (query.shape[2], out.dtype) != (workspace.head_dim, workspace.dtype)
             or (window and tail > workspace.max_tail)
         ):
             raise ValueError(
-                f"{name}: queries {tuple(query.shape)} for {out.dtype}, {kv_cache.shape[1]} key "
+                f"{name}: queries {tuple(query.shape)} for {out.dtype}, {kv_heads} key "
                 f"heads and tails of up to {tail} rows do not fit the workspace"
             )
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from bastion_kernels.attention.plan import BUNDLE_FIELDS, RUN_FIELDS, plan_kernel
 from bastion_kernels.op import padded
 
-__all__ = ["Tiles", "TreeAttentionWorkspace"]
-
 # programs where the number of multiprocessors is unknown (the interpreter)
 _DEFAULT_PROGRAMS = 4
 # shared memory assumed there, in bytes per program: Hopper's

@@ -19,8 +19,6 @@ from bastion_kernels.cpu import library
 if TYPE_CHECKING:
     from bastion_kernels.attention.tree_attention import AttentionLayer, AttentionStep
 
-__all__ = ["FORMATS", "tree_attention_cpu"]
-
 # `Format` of csrc/vectors.h: first the dtypes of queries and caches, then those of caches only. The
 # kernel reads a float8 as a float16 of 1/factor of its value.
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -22,7 +22,6 @@ import logging
 import os
 import pickle
 import re
-import shutil
 import stat
 import sys
 import tempfile
@@ -35,14 +34,10 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["native", "njit", "read", "root", "save", "trusted_folder", "unwritable"]
-
 # Below vLLM's logger, whose handler shows it.
 logger = logging.getLogger("vllm.bastion.cpu.cache")
 
 _DIGEST_BYTES = 32
-_KEPT = 3  # folders of a package's older sources
-_IN_USE_S = 14 * 24 * 3600  # an older folder is kept anyway if it was used within this time
 _LOADED = time.time()
 _warned = False
 _COMPILES = re.compile(rb"\b(njit|native|inner|intrinsic|cfunc|replacement)\b")
@@ -193,6 +188,13 @@ def _package(function: Callable[..., Any]) -> str:
     return f"{package}.cpu" if cpu else function.__module__
 
 
+def host_cpu() -> str:
+    """This CPU's name and instruction sets."""
+    from llvmlite import binding
+
+    return f"{binding.get_host_cpu_name()} {binding.get_host_cpu_features().flatten()}"
+
+
 def _digest(package: str) -> str:
     """A digest of everything that the package's machine code depends on.
 
@@ -201,12 +203,10 @@ def _digest(package: str) -> str:
     """
     import llvmlite
     import numba
-    from llvmlite import binding
 
     config = numba.config
     parts = [
-        sys.version, numba.__version__, llvmlite.__version__,
-        binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten(),
+        sys.version, numba.__version__, llvmlite.__version__, host_cpu(),
         config.OPT, config.BOUNDSCHECK, config.CPU_NAME, config.CPU_FEATURES,
     ]  # fmt: skip
     # The files' format is this module's.
@@ -230,14 +230,7 @@ def _folder(package: str, cache: Path) -> Path | None:
     except OSError as error:
         _warn(str(error))
         return None
-    is_new = not (cache / own).exists()
-    if trusted_folder("numba") is None or trusted_folder(own) is None:
-        return None
-    if is_new:
-        _prune(cache / "numba", name)
-    with suppress(OSError):
-        os.utime(cache / own)
-    return cache / own
+    return trusted_folder("numba") and trusted_folder(own)
 
 
 def trusted_folder(name: str) -> Path | None:
@@ -284,15 +277,6 @@ def _problem(path: Path, shared: bool) -> str | None:
             f"chmod go-w it, or set VLLM_BASTION_CACHE to a folder of your own"
         )
     return None
-
-
-def _prune(numba_folder: Path, name: str) -> None:
-    """Remove the machine code of a package's older sources, unless it is in use."""
-    with suppress(OSError):
-        folders = sorted(numba_folder.glob(f"{name}-*"), key=lambda path: -path.stat().st_mtime)
-        for folder in folders[1 + _KEPT :]:
-            if folder.stat().st_mtime < time.time() - _IN_USE_S:
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _warn(reason: str) -> None:

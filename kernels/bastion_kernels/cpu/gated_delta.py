@@ -19,8 +19,6 @@ from bastion_kernels.cpu.attention import FORMATS
 from bastion_kernels.gated_delta.recurrence import GatedDeltaCommit
 from bastion_kernels.gated_delta.short_conv import ShortConvCommit
 
-__all__ = ["gated_delta_commit", "gated_delta_layer", "short_conv_commit"]
-
 _Numbers, _LayerArgs, _StepArgs, _RowsArgs, _CommitArgs, _DeltaCommitArgs, _ConvCommitArgs = map(
     library.struct,
     (

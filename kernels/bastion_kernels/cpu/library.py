@@ -8,12 +8,10 @@ damaged file is built again.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import logging
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -25,11 +23,7 @@ from typing import Any
 
 import torch
 
-from bastion_kernels.cpu.cache import read, save, trusted_folder
-
-__all__ = [
-    "CompileError", "has_tiles", "load", "problem", "struct", "threads_problem",
-]  # fmt: skip
+from bastion_kernels.cpu.cache import host_cpu, read, save, trusted_folder
 
 # Below vLLM's logger, whose handler shows it.
 logger = logging.getLogger("vllm.bastion.cpu.library")
@@ -147,20 +141,11 @@ def _key(flags: tuple[str, ...]) -> str:
     program = Path(found).resolve()
     status = program.stat()
     key = hashlib.sha256()
-    for part in (*_compiler(), *flags, program, status.st_size, status.st_mtime_ns, _cpu()):
+    for part in (*_compiler(), *flags, program, status.st_size, status.st_mtime_ns, host_cpu()):
         key.update(f"{part}\0".encode())
     for path in _sources():
         key.update(path.name.encode() + b"\0" + path.read_bytes())
     return key.hexdigest()[:24]
-
-
-def _cpu() -> str:
-    """The CPU's architecture and instructions."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return f"{platform.machine()} {line}"
-    return platform.machine()
 
 
 def _compile(folder: Path, flags: tuple[str, ...]) -> Path:

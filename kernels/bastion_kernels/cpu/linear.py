@@ -15,8 +15,6 @@ from bastion_kernels.cpu import library
 _COLUMNS = 16  # of a packed block
 _PART = 4096  # rows of a weight rounded at once, in fp32
 
-__all__ = ["PackedWeight", "can_multiply", "can_multiply_int8", "linear_cpu", "pack_weight"]
-
 _Args = library.struct("LinearArgs")
 
 

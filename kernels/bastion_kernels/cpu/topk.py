@@ -15,8 +15,6 @@ from bastion_kernels.cpu import library
 from bastion_kernels.draft.topk_logprobs import TopkLogprobs, TopkPartial
 from bastion_kernels.draft.topk_merge import MAX_TOKEN, NO_KEY, MergeTopk
 
-__all__ = ["merge_topk", "topk_logprobs", "topk_partial"]
-
 _Args = library.struct("TopKArgs")
 
 

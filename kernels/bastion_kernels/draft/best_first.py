@@ -29,8 +29,30 @@ from typing import Annotated
 from torch import Tensor
 
 from bastion_kernels.draft.best_first_kernel import expand_kernel
-from bastion_kernels.draft.candidates import ReadsCandidates
-from bastion_kernels.op import padded, public
+from bastion_kernels.op import Op, padded, public
+
+
+class ReadsCandidates(Op):
+    """An op with `logprobs` `[R, D, P, M]`: P is 1, or M, a row for each candidate above."""
+
+    __slots__ = ()
+    logprobs: Tensor
+
+    def check(self) -> None:
+        self.check_declared()
+        rows, width = self.logprobs.shape[2:]
+        if rows not in (1, width):
+            raise ValueError(f"{self.name}: P is 1 or M = {width}, got {rows}")
+
+    @property
+    def stateless(self) -> bool:
+        """Whether all nodes of a depth off the n-gram draft share one row."""
+        return self.logprobs.shape[2] == 1
+
+    @property
+    def stride_of_rows(self) -> int:
+        """From the row of one candidate to that of the next."""
+        return 0 if self.stateless else self.logprobs.stride(2)
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bastion_kernels.draft.candidates import ReadsCandidates
+from bastion_kernels.draft.best_first import ReadsCandidates
 from bastion_kernels.draft.find_ngram import LONGEST
 from bastion_kernels.op import padded, public
 from bastion_kernels.triton_or_none import tl, triton

@@ -19,8 +19,6 @@ from torch import Tensor
 from bastion_kernels.op import Op, padded, public
 from bastion_kernels.triton_or_none import tl, triton
 
-__all__ = ["StateBlocks", "find_commits", "find_states"]
-
 
 class StateBlocks:
     """The block tables of G groups of layers.

@@ -7,8 +7,6 @@ from bastion_kernels.attention.tile import bits_from
 from bastion_kernels.gated_delta.states import path_length
 from bastion_kernels.triton_or_none import tl, triton
 
-__all__ = ["gated_delta_commit_kernel", "gated_delta_tree_kernel"]
-
 
 @triton.jit
 def _seen(o_r, begin, rows, tail, b_tail_row, p_bits, stride_word, words, BLOCK: tl.constexpr):

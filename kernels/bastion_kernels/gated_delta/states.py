@@ -12,8 +12,6 @@ from torch import Tensor
 
 from bastion_kernels.triton_or_none import tl, triton
 
-__all__ = ["LayerStates", "path_length"]
-
 _ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
