@@ -48,8 +48,6 @@ FITS = {
     "logit_bias": _params(logit_bias=dict.fromkeys(range(1024), 1.0)),
     "stop_token_ids": _stops(128, 1), "stop_token_ids without min_tokens": _stops(400, 0),
     "bad_words": _params([[1]] * 128), "bad_words' tokens": _params([[1] * 8] * 128),
-    "seed": _params(seed=2**63 - 1), "negative seed": _params(seed=-(2**63)),
-    "max_tokens": _params(max_tokens=2**31 - 4),
 }  # fmt: skip
 TOO_LARGE = {
     "allowed_token_ids": _params(allowed_token_ids=list(range(1025))),
@@ -57,8 +55,6 @@ TOO_LARGE = {
     "stop_token_ids": _stops(129, 1),
     "bad_words": _params([[1]] * 129),
     "bad_words have": _params([[1] * 8] * 127 + [[1] * 9]),
-    "seed": _params(seed=2**63),
-    "max_tokens": _params(max_tokens=2**31 - 3),
 }
 PROMPT = [1, 2, 3]
 
@@ -74,15 +70,15 @@ def admit(params: SamplingParams) -> None:
 @pytest.mark.parametrize("name", FITS)
 def test_what_fits_is_accepted(name: str) -> None:
     admit(FITS[name])
-    requests.check_tables(FITS[name], len(PROMPT))
+    requests.check_tables(FITS[name])
 
 
 @pytest.mark.parametrize("name", TOO_LARGE)
 def test_what_the_worker_would_raise_on_is_refused(name: str) -> None:
-    with pytest.raises((ValueError, OverflowError)):
+    with pytest.raises(ValueError):
         admit(TOO_LARGE[name])
     with pytest.raises(VLLMValidationError, match=name):
-        requests.check_tables(TOO_LARGE[name], len(PROMPT))
+        requests.check_tables(TOO_LARGE[name])
 
 
 @pytest.mark.parametrize("given", [{"min_p": 0.2}, {"logit_bias": {3: 1.0}}])

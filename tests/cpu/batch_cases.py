@@ -263,24 +263,6 @@ def prepare_rope_positions(draw: Draw) -> Launch:
     )  # fmt: skip
 
 
-@case(f"{_GPU}.model_states.prompt_embeds:_apply_prompt_embeds_kernel", dtype=torch.float32)
-@case(f"{_GPU}.model_states.prompt_embeds:_apply_prompt_embeds_kernel/bf16", dtype=torch.bfloat16)
-def apply_prompt_embeds(draw: Draw, dtype: torch.dtype) -> Launch:
-    starts, hidden = draw.starts(7), 12
-    lengths = draw.ints(0, 12, SLOTS)
-    embeds = [draw.floats(max(int(n), 1), hidden).to(dtype) for n in lengths]
-    masks = [draw.ints(0, 2, max(int(n), 1), dtype=torch.int8) for n in lengths]
-    mask_addresses = addresses(masks)
-    mask_addresses[::2] = 0
-    return Launch(
-        (REQS, 2), *(embeds + masks),
-        inputs_embeds_ptr=draw.rows(draw.floats(int(starts[-1]) + 2, hidden)).to(dtype),
-        embeds_ptrs_ptr=addresses(embeds), mask_ptrs_ptr=mask_addresses, embeds_lens_ptr=lengths,
-        query_start_loc_ptr=starts, num_computed_tokens_ptr=draw.ints(0, 9, SLOTS),
-        hidden_size=hidden, TOKEN_BLOCK=4, BLOCK_SIZE=8,
-    )  # fmt: skip
-
-
 @case(f"{_MAMBA}:preprocess_mamba_align_fused_kernel")
 def preprocess_mamba_align(draw: Draw) -> Launch:
     return Launch(

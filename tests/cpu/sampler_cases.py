@@ -26,10 +26,9 @@ def temperature(draw: Draw) -> Launch:
     return Launch((rows, 3), logits_ptr=draw.logits(rows), expanded_idx_mapping_ptr=slots)
 
 
-@case(_GUMBEL, fp64=False, drafting=False)
-@case(f"{_GUMBEL}/fp64", fp64=True, drafting=False)
-@case(f"{_GUMBEL}/drafting", fp64=False, drafting=True)
-def gumbel(draw: Draw, fp64: bool, drafting: bool) -> Launch:
+@case(_GUMBEL, drafting=False)
+@case(f"{_GUMBEL}/drafting", drafting=True)
+def gumbel(draw: Draw, drafting: bool) -> Launch:
     _, slots, positions, rows = _rows(draw)
     if draw.hostile:
         slots[1] = -1
@@ -37,14 +36,14 @@ def gumbel(draw: Draw, fp64: bool, drafting: bool) -> Launch:
     cache = draw.floats(SLOTS, STEPS + 1, VOCAB + 4) if drafting else None
     return Launch(
         (rows, 3), local_argmax_ptr=draw.longs(-9, 0, rows, 3),
-        local_max_ptr=draw.floats(rows, 3).to(torch.float64 if fp64 else torch.float32),
+        local_max_ptr=draw.floats(rows, 3),
         logits_cache_ptr=cache, logits_cache_stride_0=cache.stride(0) if cache is not None else 0,
         logits_cache_stride_1=cache.stride(1) if cache is not None else 0,
         logits_cache_col_ptr=positions.to(torch.int64) if drafting else None,
         logits_cache_source_ptr=logits if drafting else None,
         logits_cache_source_stride=logits.stride(0) if drafting else 0, logits_ptr=logits,
         expanded_idx_mapping_ptr=slots, pos_ptr=draw.longs(0, 4000, rows), IS_DRAFTING=drafting,
-        APPLY_TEMPERATURE=drafting, USE_FP64=fp64, PER_TOKEN_COL=drafting,
+        APPLY_TEMPERATURE=drafting, USE_FP64=False, PER_TOKEN_COL=drafting,
     )  # fmt: skip
 
 

@@ -151,10 +151,10 @@ def test_a_twin_of_two_versions_goes_by_the_names_of_the_installed_one() -> None
     def newer(grid0: int, first: Any, between: Any, last: Any) -> None:
         got.append((grid0, first, between, last))
 
-    own = Replacement("module:kernel", newer, newer, False, ("between",))
+    own = Replacement("module:kernel", newer, newer, ("between",))
     assert own.fits(("first", "last")) and not own.fits(("first", "between", "last"))
     own[(2, 9)](1, 3)
-    own = Replacement("module:kernel", newer, newer, False)
+    own = Replacement("module:kernel", newer, newer)
     assert own.fits(("first", "between", "last")) and not own.fits(("first", "last"))
     own[(2,)](1, 2, last=3)
     assert got == [(2, 1, None, 3), (2, 1, 2, 3)]

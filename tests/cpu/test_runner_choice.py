@@ -16,12 +16,12 @@ from vllm_bastion.hooks import engine_args
 from vllm_bastion.versions import capabilities_of
 
 
-def engine(bastion: bool, unsupported: tuple[str, ...] = (), replay: bool = False) -> Any:
+def engine(bastion: bool, unsupported: tuple[str, ...] = (), option: str = "") -> Any:
     """A VllmConfig as far as the hooks look."""
     settings = object.__new__(BastionSpeculativeConfig) if bastion else None
     return SimpleNamespace(
         speculative_config=settings,
-        model_config=SimpleNamespace(enable_trace_replay=replay),
+        model_config=SimpleNamespace(**{option: True}),
         _get_v2_model_runner_unsupported_features=lambda: list(unsupported),
     )
 
@@ -95,5 +95,6 @@ def test_what_v2_cannot_do_is_still_refused(host: Any) -> None:
     with pytest.raises(ValueError, match="does not yet support: elastic things"):
         engine_args.validate_v2_model_runner(print, engine(True, ("elastic things",)))
     host(asked="1")
-    with pytest.raises(ValueError, match="does not yet support: trace replay on a CPU"):
-        engine_args.validate_v2_model_runner(print, engine(False, replay=True))
+    for option in ("enable_trace_replay", "enable_prompt_embeds", "use_fp64_gumbel"):
+        with pytest.raises(ValueError, match=f"does not yet support: {option} on a CPU"):
+            engine_args.validate_v2_model_runner(print, engine(False, option=option))

@@ -18,6 +18,8 @@ WITHOUT = {
         "_accumulate_kernel _refit_kernel _local_max_sumexp_kernel _predict_kernel"
     ),
     f"{_GPU}.sample.output": "_compact_sampling_mask_kernel",
+    # options that are refused on a CPU, see `validate_v2_model_runner`
+    f"{_GPU}.model_states.prompt_embeds": "_apply_prompt_embeds_kernel",
     f"{_GPU}.sample.trace_replay": "_trace_replay_kernel",
     # other methods: how they verify, and their drafters
     f"{_GPU}.spec_decode.rejection_sampler": "_flatten_sampled_kernel _gather_draft_sampled_kernel",

@@ -8,6 +8,7 @@ short flags `--spec-*` all pass through it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -184,10 +185,24 @@ def validate_v2_model_runner(original: Callable[..., None], self: Any) -> None:
         original(self)
         return
     unsupported = self._get_v2_model_runner_unsupported_features()
-    if self.model_config is not None and self.model_config.enable_trace_replay:
-        unsupported = [*unsupported, "trace replay on a CPU"]
+    for option in ("enable_trace_replay", "enable_prompt_embeds", "use_fp64_gumbel"):
+        if getattr(self.model_config, option, False):
+            unsupported = [*unsupported, f"{option} on a CPU"]
     if unsupported:
         raise ValueError(f"Model Runner V2 does not yet support: {', '.join(unsupported)}")
+
+
+def rebind_kernels(original: Callable[..., None], overrides: Any) -> None:
+    """Let vLLM's scan of all modules get past llvmlite.
+
+    llvmlite's library object has no `__dict__`. A look-up of `__dict__` on it searches for a C
+    function of that name; an entry in its table of functions is found first.
+    """
+    if (ffi := sys.modules.get("llvmlite.binding.ffi")) is not None:
+        functions = getattr(ffi.lib, "_fntab", None)
+        if isinstance(functions, dict):
+            functions.setdefault("__dict__", {})
+    original(overrides)
 
 
 def use_own_classes(vllm_config: Any) -> None:

@@ -13,13 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from vllm import envs
 from vllm.exceptions import VLLMValidationError
 
 from vllm_bastion.config import PREFIX, REQUEST_BUDGET, BastionSpeculativeConfig, bastion_config
 
-_INT32, _INT64 = np.iinfo(np.int32), np.iinfo(np.int64)
 # Of `vllm.v1.worker.gpu.sample.logit_bias`. The front end must not import the worker's modules.
 MAX_NUM_ALLOWED_TOKEN_IDS = 1024
 MAX_NUM_LOGIT_BIAS_TOKENS = 1024
@@ -38,11 +36,11 @@ def process_inputs(original: Callable[..., Any], self: Any, *args: Any, **kwargs
     params = request.sampling_params
     if params is not None and config is not None:
         check_budget(params.extra_args or {}, config.num_speculative_tokens)
-        check_tables(params, len(request.prompt_token_ids or ()))
+        check_tables(params)
     return request
 
 
-def check_tables(params: Any, prompt_len: int) -> None:
+def check_tables(params: Any) -> None:
     """Check a request that is ready to be sent: with its stop tokens and tokenized bad words.
 
     Raises:
@@ -73,19 +71,6 @@ def check_tables(params: Any, prompt_len: int) -> None:
             f"bad_words have {tokens} tokens in all; at most {limit} are possible.",
             parameter="bad_words",
             value=tokens,
-        )
-    if params.seed is not None and not _INT64.min <= params.seed <= _INT64.max:
-        raise VLLMValidationError(
-            f"seed must be between -2**63 and 2**63 - 1, got {params.seed}.",
-            parameter="seed",
-            value=params.seed,
-        )
-    if prompt_len + params.max_tokens > _INT32.max:
-        raise VLLMValidationError(
-            "max_tokens must be below 2**31 less the prompt's tokens, got "
-            f"{params.max_tokens}; leave it out for as many as the model's context allows.",
-            parameter="max_tokens",
-            value=params.max_tokens,
         )
 
 

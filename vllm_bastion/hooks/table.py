@@ -88,7 +88,7 @@ PLUGIN_HOOKS = (
     # Model Runner V2 on a CPU host
     Hook(
         target="vllm.triton_utils.dispatcher:_rebind_kernels",
-        wrapper="native:rebind_kernels",
+        wrapper="engine_args:rebind_kernels",
         expects="(overrides)",
         why=(
             "it calls vars() on every module's globals and breaks on llvmlite's library: on a CPU "

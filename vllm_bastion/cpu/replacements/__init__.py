@@ -27,8 +27,6 @@ from vllm_bastion.cpu.replacements import (  # noqa: F401  (each registers its r
 )
 from vllm_bastion.cpu.replacements.launch import REPLACEMENTS, Replacement
 
-__all__ = ["REPLACEMENTS", "Replacement", "ReplacementError", "install", "parameters"]
-
 
 class ReplacementError(RuntimeError):
     """A kernel of the installed vLLM is not the one that its replacement was written for."""

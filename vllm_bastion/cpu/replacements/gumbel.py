@@ -45,15 +45,6 @@ def block_argmax(row, vocab_size, block_size, num_blocks, out_value, out_token):
         out_value[whole], out_token[whole] = row[begin + last], begin + last
 
 
-def noised(row, temperature, seed, pos, fp64):
-    """Logits [V] fp32 plus the noise of a draw; at temperature 0, the logits alone."""
-    if fp64:
-        row = row.astype(np.float64)
-    if temperature == 0.0:
-        return row
-    return row + gumbel_row(seed, pos, row.shape[0], fp64=fp64)
-
-
 @replacement(f"{_GUMBEL}:_gumbel_sample_kernel", compile=False)
 def _gumbel_sample(
     grid0,
@@ -81,6 +72,7 @@ def _gumbel_sample(
     USE_FP64,
     PER_TOKEN_COL,
 ):
+    assert not USE_FP64  # refused on a CPU
     for i in range(grid0):
         slot = int(expanded_idx_mapping_ptr[i])
         row = logits_ptr[i * logits_stride :][:vocab_size]
@@ -98,7 +90,7 @@ def _gumbel_sample(
             row = row / temperature
         if temperature != 0.0:
             pos = int(pos_ptr[i]) + (DRAFT_SALT if IS_DRAFTING else 0)
-            row = noised(row, temperature, seed, pos, USE_FP64)
+            row = row + gumbel_row(seed, pos, vocab_size)
         block_argmax(
             row,
             vocab_size,

@@ -5,8 +5,7 @@ A replacement's parameters are its kernel's, by name and in order, after `grid0`
 `grid2`): the number of programs. If a kernel differs between versions of vLLM, the replacement has
 the parameters of all versions and gets None for those that the installed version lacks. Tensors
 arrive as flat NumPy views that begin at the tensor's first element, so that the kernel's strides
-apply. A tensor of
-16-bit floats arrives as float32 and is rounded back afterwards, or as its bits.
+apply. A tensor of 16-bit floats arrives as float32 and is rounded back afterwards.
 
 A replacement takes a request's row out of such a view (`row_of`) before it uses an index that
 follows from data. With NUMBA_BOUNDSCHECK=1, as in the tests, Numba then raises where a row would
@@ -46,7 +45,6 @@ class Replacement:
         target: the kernel, `package.module:name`.
         function: takes the grid's sizes and the kernel's arguments.
         source: `function` before it was compiled.
-        bits: pass 16-bit floats as int16.
         absent: parameters that the installed vLLM's kernel does not have.
     """
 
@@ -55,10 +53,9 @@ class Replacement:
         target: str,
         function: Callable[..., None],
         source: Callable[..., None],
-        bits: bool,
         absent: tuple[str, ...] = (),
     ) -> None:
-        self.target, self.function, self._bits = target, function, bits
+        self.target, self.function = target, function
         parameters = inspect.signature(source).parameters
         self._all = tuple(name for name in parameters if name not in _GRID)
         self._dims = len(parameters) - len(self._all)
@@ -88,8 +85,6 @@ class Replacement:
                 flat = _flat(value)
                 if value.dtype not in _HALF:
                     value = flat.numpy()
-                elif self._bits:
-                    value = flat.view(torch.int16).numpy()
                 else:
                     value = flat.float().numpy()
                     rounded.append((flat, value))
@@ -110,14 +105,14 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def replacement(
-    target: str, compile: bool = True, bits: bool = False
+    target: str, compile: bool = True
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register the decorated function as the replacement of the kernel `package.module:name`."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         callee = njit(function) if compile else function
         absent = capabilities().absent_kernel_parameters.get(target, ())
-        REPLACEMENTS[target] = Replacement(target, callee, function, bits, absent)
+        REPLACEMENTS[target] = Replacement(target, callee, function, absent)
         return callee
 
     return register

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacements of kernels that some models need: gated delta state, M-RoPE, prompt embeddings."""
+"""Replacements of kernels that some models need: gated delta state, and M-RoPE."""
 
 from __future__ import annotations
-
-import ctypes
 
 import numpy as np
 
@@ -219,42 +217,3 @@ def _prepare_rope_positions(
                 else:
                     pos = computed + j + prefill_delta_ptr[slot]
                 positions_ptr[dim * positions_stride + start + j] = pos
-
-
-def _view(address, size, dtype):
-    """A view of the `size` numbers at an address."""
-    raw = (ctypes.c_byte * (size * np.dtype(dtype).itemsize)).from_address(int(address))
-    return np.frombuffer(raw, dtype=dtype)
-
-
-@replacement(f"{_STATES}.prompt_embeds:_apply_prompt_embeds_kernel", compile=False, bits=True)
-def _apply_prompt_embeds(
-    grid0,
-    grid1,
-    inputs_embeds_ptr,
-    inputs_embeds_stride,
-    embeds_ptrs_ptr,
-    mask_ptrs_ptr,
-    embeds_lens_ptr,
-    idx_mapping_ptr,
-    query_start_loc_ptr,
-    num_computed_tokens_ptr,
-    hidden_size,
-    TOKEN_BLOCK,
-    BLOCK_SIZE,
-):
-    for i in range(grid0):
-        slot = int(idx_mapping_ptr[i])
-        given, computed = int(embeds_lens_ptr[slot]), int(num_computed_tokens_ptr[slot])
-        start, end = int(query_start_loc_ptr[i]), int(query_start_loc_ptr[i + 1])
-        rows = min(end - start, given - computed, grid1 * TOKEN_BLOCK)
-        if rows <= 0:
-            continue
-        embeds = _view(embeds_ptrs_ptr[slot], given * hidden_size, inputs_embeds_ptr.dtype)
-        # A prompt may mix both: the mask marks the positions that are token ids.
-        masked = mask_ptrs_ptr[slot] != 0
-        is_token = _view(mask_ptrs_ptr[slot], given, np.int8) if masked else np.zeros(given)
-        for j in range(rows):
-            if not is_token[computed + j]:
-                source = embeds[(computed + j) * hidden_size :][:hidden_size]
-                inputs_embeds_ptr[(start + j) * inputs_embeds_stride :][:hidden_size] = source
