@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
 from typing import Any
@@ -11,9 +10,9 @@ from typing import Any
 import pytest
 from vllm.platforms import current_platform
 
-from vllm_bastion import compat, hooks, plugin
+from vllm_bastion import plugin
 from vllm_bastion.hooks.hook import Hook, HookError, resolve, signature, wrap
-from vllm_bastion.hooks.table import HOOKS, PLUGIN_HOOKS
+from vllm_bastion.hooks.table import HOOKS
 from vllm_bastion.versions import capabilities_of
 
 
@@ -130,13 +129,3 @@ def test_a_missing_symbol_is_named(target: str) -> None:
     with pytest.raises(HookError, match="no longer has") as caught:
         wrap(target, _add_hundred)
     assert target in str(caught.value)
-
-
-def test_a_hook_that_does_not_fit_disables_only_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "_reasons", [])
-    (hook,) = [one for one in PLUGIN_HOOKS if one.target.endswith("process_inputs")]
-    changed = dataclasses.replace(hook, expects="(self)", wrapper="requests:check_budget")
-    monkeypatch.setattr(hooks, "PLUGIN_HOOKS", (*PLUGIN_HOOKS, changed))
-    hooks.apply_all()
-    with pytest.raises(compat.UnsupportedVllmError, match="process_inputs"):
-        compat.require()

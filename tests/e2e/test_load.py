@@ -61,7 +61,7 @@ def test_the_drafter_may_need_more_rows_than_a_step_has(compare: Comparison, eag
     assert right["forwards"] < 0.7 * left["forwards"]
 
 
-@pytest.mark.parametrize("arms", ["free", "in turns"])
+@pytest.mark.parametrize("arms", ["free", slow("in turns")])
 def test_prompts_fill_the_steps(compare: Comparison, arms: str) -> None:
     """Long prompts come while others decode: no prompt waits longer for its turn."""
     batch = Batch("prompts that fill steps")

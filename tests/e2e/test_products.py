@@ -69,6 +69,7 @@ def test_which_products_are_used(runner: Runner, weights: str, eager: bool) -> N
     assert sum(map(len, result["paths"])) / len(result["paths"]) > 2
 
 
+@pytest.mark.slow
 def test_small_weights_keep_vllms_product(runner: Runner) -> None:
     engine = Engine(max_num_seqs=2, eager=True).of(dtype="bfloat16")
     engine = engine.with_bastion(GAMMA, GAMMA, drafter_weights="auto")

@@ -23,10 +23,9 @@ def test_preemption(compare: Comparison) -> None:
     oracle = compare.run(sync.with_async().with_bastion(16, 16), batches, oracle=known)
     compare.same("batch 4, async, oracle", batches, plain, oracle, sync)
     counts = [run["batches"][0]["metrics"]["num_preemptions"] for run in (plain, tree, oracle)]
-    for arms in ("free", "in turns"):
-        setup = [] if arms == "free" else ["tests.e2e.plain_steps:every_arm"]
-        run = compare.run(sync.with_async().with_bastion(16), batches, setup=setup)
-        compare.same(f"batch 4, async, arms {arms}", batches, plain, run, sync)
+    setup = ["tests.e2e.plain_steps:every_arm"]
+    run = compare.run(sync.with_async().with_bastion(16), batches, setup=setup)
+    compare.same("batch 4, async, arms in turns", batches, plain, run, sync)
     # Nodes preempt nobody. The drafter's own gamma + 1 slots may.
     print("preemptions, plain, trees and oracle:", counts)
     assert counts[2] > 0 and 0 < counts[1] <= 2 * counts[0], counts

@@ -22,12 +22,13 @@ from vllm_bastion.page import snapshot
 pytestmark = [pytest.mark.e2e]
 
 NODES = 32
+_DETAILED = {"per_request_spec_decode_metrics": "detailed"}
+ENGINE = Engine(eager=True, extra=_DETAILED).with_bastion(NODES)
 
 
 def test_metrics_are_what_the_engine_did(runner: Runner) -> None:
     """`llm.get_metrics()`, vLLM's counters and ours, against the target's batches."""
-    engine = Engine(eager=True).with_bastion(nodes=NODES)
-    run = runner.run(engine, [cases.greedy(2)])["batches"][0]
+    run = runner.run(ENGINE, [cases.greedy(2)])["batches"][0]
     metrics = run["metrics"]
     nodes = [count for count in run["verified"] if count]
     depths = [len(p) - 1 for p, count in zip(run["paths"], run["verified"], strict=True) if count]
@@ -55,14 +56,8 @@ def test_metrics_are_what_the_engine_did(runner: Runner) -> None:
 
 
 def test_a_requests_own_metrics_have_its_trees(runner: Runner) -> None:
-    """`--per-request-spec-decode-metrics detailed`: nodes and accepted tokens of every tree.
-
-    The budget is fixed: a busy machine's gate may leave a request without trees.
-    """
-    engine = Engine(eager=True, extra={"per_request_spec_decode_metrics": "detailed"}).with_bastion(
-        NODES, 16
-    )
-    run = runner.run(engine, [cases.greedy(2)])["batches"][0]
+    """`--per-request-spec-decode-metrics detailed`: nodes and accepted tokens of every tree."""
+    run = runner.run(ENGINE, [cases.greedy(2)])["batches"][0]
     trees = list(zip(run["path_requests"], run["verified"], run["paths"], strict=True))
     for name, result in run["requests"].items():
         own = [(nodes, len(path) - 1) for request, nodes, path in trees if request == name]
