@@ -60,9 +60,12 @@ def new_request(drafts: int = 0, grammar: bool = False, **more: Any) -> Any:
     given: dict[str, Any] = {
         "num_tokens": 30, "num_computed_tokens": 29, "num_output_tokens": 5, "max_tokens": 100,
         "num_output_placeholders": 0, "sampling_params": None, "status": RequestStatus.WAITING,
-        "use_structured_output": grammar, "spec_token_ids": [-1] * drafts, "blocks": 2,
+        "use_structured_output": grammar, "structured_output_request": grammar or None,
+        "spec_token_ids": [-1] * drafts, "blocks": 2,
     }  # fmt: skip
-    return SimpleNamespace(**(given | more))
+    given |= more
+    prompt = given["num_computed_tokens"] < given["num_tokens"] - 1
+    return SimpleNamespace(**given, is_prefill_chunk=prompt)
 
 
 def new_core(

@@ -24,7 +24,7 @@ from vllm_bastion.telemetry.counts import Counts, StepRecord, add
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 RECORDS = [
-    StepRecord("tree", "fastest", 2, [8, 4], [3, 1], 5.0, 6.0, [6, 4, 2, 2, 1, 1]),
+    StepRecord("tree", "fastest", 2, 2, 12, 4, 5.0, 6.0, [6, 4, 2, 2, 1, 1]),
     StepRecord("plain", 'a "reason"} \\ x', 1),
 ]
 

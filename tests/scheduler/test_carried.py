@@ -47,8 +47,8 @@ def test_nodes_that_were_not_verified_are_not_counted(monkeypatch: pytest.Monkey
 
     runner_output = SimpleNamespace(sampled_token_ids=[[1], [1], [1]])
     StepReport({"a": 60, "c": 12}).attach(runner_output)
-    core = new_core()
     monkeypatch.setenv("VLLM_BASTION_TELEMETRY", "0")
+    core = new_core()
     assert call(core, "update_from_output", original, output, runner_output) == "result"
     assert seen == [{"a": 4, "b": 64, "c": 5}]
 

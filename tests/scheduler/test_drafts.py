@@ -93,6 +93,7 @@ def crowded(prompt_tokens: int, waits: bool, **changes: Any) -> Any:
     """A core with one request that decodes, a prompt, and 99 tokens beside these two in a step."""
     prompt = new_request(num_computed_tokens=0, num_tokens=prompt_tokens, num_output_tokens=0)
     core = new_core(a=new_request(drafts=NODES), **({} if waits else {"p": prompt}))
+    core.requests["p"] = prompt
     core.max_num_scheduled_tokens, core.waiting = 101, [prompt] if waits else []
     vars(core).update(changes)
     return core

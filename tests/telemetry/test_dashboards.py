@@ -23,7 +23,7 @@ def labels_of() -> dict[str, set[str]]:
     """Labels of every sample that a server shows."""
     registry, metrics = registered({0: ["tiny", "0"]})
     sums = Counts()
-    add(sums, StepRecord("tree", "fastest", 1, [8], [3], 1.0, 1.0, [5, 2, 1, 1, 1, 1]))
+    add(sums, StepRecord("tree", "fastest", 1, 1, 8, 3, 1.0, 1.0, [5, 2, 1, 1, 1, 1]))
     metrics.observe(sums, 1.0, 0)
     own = {"model_name", "engine"}
     out = {

@@ -25,7 +25,7 @@ class Clock:
 
 
 def tree(nodes: list[int], accepted: list[int], *values: Any) -> StepRecord:
-    return StepRecord("tree", "fastest", len(nodes), nodes, accepted, *values)
+    return StepRecord("tree", "fastest", len(nodes), len(nodes), sum(nodes), sum(accepted), *values)
 
 
 def steps() -> list[StepRecord]:
@@ -101,15 +101,15 @@ def test_a_drafter_that_fits_is_not_told(told: list[str]) -> None:
 
 
 def test_ngram_drafts_carry_no_signal_about_the_drafter(told: list[str]) -> None:
-    ngrams = StepRecord(nodes=[6, 6], accepted=[6, 5], sources=[0, 12, 0, 0, 11, 0])
-    both = StepRecord(nodes=[8], accepted=[4], sources=[4, 3, 1, 0, 3, 1])
-    found = [by_drafter(one.nodes, one.accepted, one.sources) for one in (ngrams, both)]
+    ngrams = tree([6, 6], [6, 5], 0.0, 0.0, [0, 12, 0, 0, 11, 0])
+    both = tree([8], [4], 0.0, 0.0, [4, 3, 1, 0, 3, 1])
+    found = [by_drafter(one) for one in (ngrams, both)]
     assert found == [(0, 0), (1, 1)]
-    assert by_drafter([8, 3], [2, 0], ()) == (2, 2)
+    assert by_drafter(tree([8, 3], [2, 0])) == (2, 2)
     collector = Collector()
     for _ in range(TREES):
         collector.add(ngrams)
-        collector.add(StepRecord(nodes=[8], accepted=[3], sources=[5, 3, 0, 0, 3, 0]))
+        collector.add(tree([8], [3], 0.0, 0.0, [5, 3, 0, 0, 3, 0]))
     assert len(told) == 1 and f"{TREES} trees had 0 draft tokens" in told[0]
 
 

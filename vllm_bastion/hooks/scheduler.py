@@ -9,6 +9,9 @@ request, and reports how many with the step's output. Grammars are in `hooks.gra
 
 from __future__ import annotations
 
+import sys
+from itertools import repeat
+from operator import sub
 from time import perf_counter
 from typing import Any
 
@@ -31,6 +34,7 @@ from vllm_bastion.hooks.slots import (
 )
 from vllm_bastion.hooks.telemetry import record_of, send
 from vllm_bastion.logger import init_logger
+from vllm_bastion.platform import current_host
 from vllm_bastion.scheduler.gate import Arm, Gate
 from vllm_bastion.scheduler.state import Choice, LastStep, SchedulerState
 from vllm_bastion.telemetry.text import interval_line
@@ -39,16 +43,7 @@ logger = init_logger(__name__)
 
 # Steps for which requests that did not come in are believed to wait for the KV cache.
 _BLOCKED_FOR = 32
-
-
-class TreeSpecDecodingStats(SpecDecodingStats):
-    """vLLM's per-step statistics for trees: positions are depths, draft tokens are nodes."""
-
-    def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Count one verified tree of `num_draft_tokens` nodes."""
-        within_depths = min(num_draft_tokens, self.num_spec_tokens)
-        super().observe_draft(within_depths, num_accepted_tokens)
-        self.num_draft_tokens += num_draft_tokens - within_depths
+_NOTHING = StepReport({})  # of a step without draft slots
 
 
 class TreeRequestMetrics(RequestSpecDecodeMetrics):
@@ -66,6 +61,17 @@ class TreeScheduler(GrammarScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.state = SchedulerState(Gate(_arms(self)))
+        self.records, self.depth = envs.telemetry(), self.settings.tree_depth
+        self.runs_ahead = isinstance(self, AsyncScheduler)
+        # Whether the worker sees the sampled tokens before it drafts, and may take a simpler arm.
+        self.sees_tokens = not current_host().runs_ahead
+        # Most nodes of a request, and rows of the largest FULL graph.
+        self.most_nodes, budget = self.settings.num_speculative_tokens, self.settings.bastion_budget
+        if budget != "adaptive":
+            self.most_nodes = min(self.most_nodes, max(budget, 1))
+        compilation, self.graph_rows = self.vllm_config.compilation_config, sys.maxsize
+        if compilation.cudagraph_mode.has_full_cudagraphs():
+            self.graph_rows = compilation.max_cudagraph_capture_size or sys.maxsize
 
     def add_request(self, request: Any) -> None:
         """Let `--per-request-spec-decode-metrics` count trees."""
@@ -81,22 +87,22 @@ class TreeScheduler(GrammarScheduler):
         num_invalid_spec_tokens: dict[str, int] | None,
         request_id: str,
     ) -> Any:
-        """Start a step's statistics with one entry per depth in place of one per node.
+        """Count a tree in a step's statistics: positions are depths, and draft tokens are nodes.
 
         A request without a verified node had no draft, whatever was scheduled for it.
         """
-        unverified = (num_invalid_spec_tokens or {}).get(request_id, 0)
-        if num_draft_tokens <= unverified:
+        nodes = num_draft_tokens - (num_invalid_spec_tokens or {}).get(request_id, 0)
+        if nodes <= 0 or not self.log_stats:
             return spec_decoding_stats
-        if spec_decoding_stats is None and self.log_stats:
-            spec_decoding_stats = TreeSpecDecodingStats.new(self.settings.tree_depth)
-        return super().make_spec_decoding_stats(
-            spec_decoding_stats,
-            num_draft_tokens,
-            num_accepted_tokens,
-            num_invalid_spec_tokens,
-            request_id,
-        )
+        stats = spec_decoding_stats or SpecDecodingStats.new(self.depth)
+        stats.num_drafts += 1
+        stats.num_draft_tokens += nodes
+        stats.num_accepted_tokens += num_accepted_tokens
+        for i in range(num_accepted_tokens):
+            stats.num_accepted_tokens_per_pos[i] += 1
+        for i in range(nodes if nodes < self.depth else self.depth):
+            stats.num_draft_tokens_per_pos[i] += 1
+        return stats
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Turn nodes scheduled but not verified into vLLM's `num_invalid_spec_tokens`.
@@ -104,25 +110,22 @@ class TreeScheduler(GrammarScheduler):
         vLLM subtracts these from the draft tokens it counts, for the engine and for the request.
         The gate learns what the step took and emitted.
         """
-        report = StepReport.find(model_runner_output)
-        drafts = scheduler_output.scheduled_spec_decode_tokens
+        drafts, report = scheduler_output.scheduled_spec_decode_tokens, _NOTHING
         if drafts:
             report = StepReport.of(model_runner_output)
-        if report is None:
-            outputs = super().update_from_output(scheduler_output, model_runner_output)
-            send(self, outputs)
-            return outputs
-        verified = report.num_verified
-        # Nodes that a grammar rejected before verification are already counted.
-        invalid = scheduler_output.num_invalid_spec_tokens or {}
-        scheduler_output.num_invalid_spec_tokens = {
-            request_id: max(len(tokens) - verified.get(request_id, 0), invalid.get(request_id, 0))
-            for request_id, tokens in drafts.items()
-        }
-        _observe(self.state, scheduler_output, model_runner_output, perf_counter())
+            nodes = map(report.num_verified.get, drafts, repeat(0))
+            unverified = dict(zip(drafts, map(sub, map(len, drafts.values()), nodes)))
+            # Nodes that a grammar rejected before verification are already counted.
+            for name, count in (scheduler_output.num_invalid_spec_tokens or {}).items():
+                unverified[name] = max(unverified.get(name, 0), count)
+            scheduler_output.num_invalid_spec_tokens = unverified
+        ran = scheduler_output.total_num_scheduled_tokens > 0
+        if ran:
+            _observe(self.state, scheduler_output, model_runner_output, perf_counter())
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if envs.telemetry():
-            self.state.collector.add(record_of(self, scheduler_output, report, outputs))
+        if self.records:
+            if ran:
+                self.state.collector.add(record_of(self, scheduler_output, report, outputs))
             send(self, outputs)
         return outputs
 
@@ -146,16 +149,20 @@ class TreeScheduler(GrammarScheduler):
         """
         state, verified = self.state, self.state.choice
         cut_placeholders(self)
-        waited = any(request.status not in UNREADY for request in waiting(self))
         # Those of the next step, with those that wait.
-        reqs = min(len(self.running) + len(self.waiting), self.max_num_running_reqs) or 1
-        choice = _choose(self, reqs)
+        reqs, prompts, waited = len(self.running), list[Any](), False
+        if len(self.requests) != reqs:
+            prompts = waiting(self)
+            waited = any(request.status not in UNREADY for request in prompts)
+            reqs = min(reqs + len(self.waiting), self.max_num_running_reqs)
+        reqs = reqs or 1
+        choice = _choose(self, reqs, prompts)
         plan = StepPlan(
             arm=choice.arm,
             verified=verified.arm,
             reason=verified.reason,
-            step_ms=state.gate.ms(verified.arm, reqs),
-            ngram_tokens=state.gate.ngram_tokens(reqs),
+            step_ms=state.gate.ms(verified.arm, reqs) if verified.num_drafts else None,
+            ngram_tokens=state.gate.ngram_tokens(reqs) if self.sees_tokens else None,
             prompts_wait=choice.prompts_wait,
         )
         self.dynamic_sd_lookup = [choice.num_drafts] * (1 + self.max_num_running_reqs)
@@ -234,12 +241,13 @@ def _arms(scheduler: Any) -> tuple[Arm, ...]:
     return (Arm.PLAIN, *ngram, Arm.TREE)
 
 
-def _choose(scheduler: Any, reqs: int) -> Choice:
+def _choose(scheduler: Any, reqs: int, prompts: list[Any]) -> Choice:
     """What a step that is being scheduled for so many requests ends with."""
     num_drafts = most_in_step(scheduler, reqs)
-    num_drafts = max(most_in_cache(scheduler, num_drafts), default=num_drafts)
+    in_cache = most_in_cache(scheduler, num_drafts, scheduler.running)
+    num_drafts = num_drafts if in_cache is None else max(in_cache, default=num_drafts)
     room = scheduler.max_num_scheduled_tokens - reqs
-    if room <= 0 or prompt_tokens(scheduler, room) >= room:
+    if room <= 0 or prompt_tokens(scheduler, room, prompts) >= room:
         return Choice(Arm.PLAIN, "prompts wait", prompts_wait=True)
     if not wants_drafts(scheduler):
         return Choice(Arm.PLAIN, "no request can use drafts")

@@ -2,16 +2,15 @@
 """K, the draft slots of a request in the step that is scheduled next, and the prompts beside them.
 
 The placeholders of a slot are in vLLM's `Request.spec_token_ids`. Each function reads the scheduler
-and changes nothing but these.
+and changes nothing but these. A step calls no function for each request that decodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain, islice
+from collections.abc import Sequence
+from itertools import chain, islice, repeat
 from typing import Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
@@ -26,13 +25,13 @@ UNREADY = (
 
 def wants_drafts(scheduler: Any) -> bool:
     """Whether a request may have nodes in the next step and emit more than one token there."""
-    most = scheduler.settings.num_speculative_tokens
+    for request in scheduler.running:
+        params = request.sampling_params
+        own = 1 if params is None or not params.extra_args else request_budget(params, 1)
+        if own > 0 and request.max_tokens - request.num_output_tokens > 2:
+            return True
     # Without running requests the first prompts are scheduled now.
-    return not scheduler.running or any(
-        request_budget(request.sampling_params, most) > 0
-        and request.max_tokens - request.num_output_tokens > 2
-        for request in scheduler.running
-    )
+    return not scheduler.running
 
 
 def most_in_step(scheduler: Any, reqs: int) -> int:
@@ -40,31 +39,28 @@ def most_in_step(scheduler: Any, reqs: int) -> int:
 
     A step beyond the largest graph takes several times as long on an H100.
     """
-    most, budget = scheduler.settings.num_speculative_tokens, scheduler.settings.bastion_budget
-    if budget != "adaptive":
-        most = min(most, max(budget, 1))
-    compilation = scheduler.vllm_config.compilation_config
-    rows = scheduler.max_num_scheduled_tokens
-    if compilation.cudagraph_mode.has_full_cudagraphs():
-        rows = min(rows, compilation.max_cudagraph_capture_size or rows)
-    return max(min(most, rows // reqs - 1), 0)
+    rows = min(scheduler.max_num_scheduled_tokens, scheduler.graph_rows)
+    return max(min(scheduler.most_nodes, rows // reqs - 1), 0)
 
 
-def most_in_cache(scheduler: Any, most: int) -> list[int]:
-    """Nodes of each running request, up to `most`, that the KV cache has room for.
+def most_in_cache(scheduler: Any, most: int, requests: Sequence[Any]) -> list[int] | None:
+    """Nodes of running requests, up to `most`, that the KV cache has room for; None: `most`.
 
     Placeholders for which there are no blocks would preempt a request. Blocks that earlier ones
     took stay with their request.
     """
-    manager, running = scheduler.kv_cache_manager, scheduler.running
+    manager = scheduler.kv_cache_manager
     groups = manager.coordinator.single_type_managers
     free = manager.block_pool.get_num_free_blocks()
-    share = free // max(len(groups) * len(running), 1)
+    share = free // (len(groups) * len(scheduler.running) or 1)
     beside = 1 + scheduler.num_lookahead_tokens
-    if all(group.block_size * share >= most + beside for group in groups):
-        return [most] * len(running)
+    for group in groups:
+        if group.block_size * share < most + beside:
+            break
+    else:
+        return None
     limits = []
-    for request in running:
+    for request in requests:
         blocks = ((g.block_size, g.req_to_blocks.get(request.request_id, ())) for g in groups)
         slots = min(size * (len(own) + share) for size, own in blocks)
         limits.append(max(min(most, slots - request.num_computed_tokens - beside), 0))
@@ -73,44 +69,39 @@ def most_in_cache(scheduler: Any, most: int) -> list[int]:
 
 def cut_placeholders(scheduler: Any) -> None:
     """Cut each running request's placeholders, `spec_token_ids`, to what it can use."""
-    most, runs_ahead = scheduler.state.choice.num_drafts, isinstance(scheduler, AsyncScheduler)
-    if scheduler.running:
-        most = min(most, most_in_step(scheduler, len(scheduler.running)))
-    for request, in_cache in zip(scheduler.running, most_in_cache(scheduler, most), strict=True):
-        count = len(request.spec_token_ids)
-        if not count:
-            continue
-        limit = min(count, in_cache, request_budget(request.sampling_params, most))
-        if request.use_structured_output:
+    requests = [request for request in scheduler.running if request.spec_token_ids]
+    if not requests:
+        return
+    most = most_in_step(scheduler, len(scheduler.running))
+    most = min(scheduler.state.choice.num_drafts, most)
+    in_cache = most_in_cache(scheduler, most, requests) or repeat(most)
+    for request, limit in zip(requests, in_cache):
+        drafts, params = request.spec_token_ids, request.sampling_params
+        if params is not None and params.extra_args:
+            limit = min(limit, request_budget(params, most))
+        if request.structured_output_request is not None:
             limit = min(limit, scheduler.settings.max_grammar_tokens)
-        if runs_ahead:
-            limit = min(limit, _most_near_the_end(request, scheduler.max_model_len))
-        if limit < count:
+        if scheduler.runs_ahead:
+            # vLLM counts each placeholder as a position. A step that may fill the model's length
+            # would leave none, and the next step would have to wait for its output.
+            known = request.num_computed_tokens - request.num_output_placeholders
+            near_end = (scheduler.max_model_len - known) // 2 - 1
+            if near_end < limit:
+                limit = max(near_end, 0)
+        if limit < len(drafts):
             # Make a new list: with async scheduling all requests share one list of placeholders.
-            request.spec_token_ids = request.spec_token_ids[:limit]
+            request.spec_token_ids = drafts[:limit]
 
 
-def _most_near_the_end(request: Any, max_model_len: int) -> int:
-    """Most placeholders of a request that leave its next step as many positions.
-
-    vLLM counts each placeholder as a position. A step that may fill the model's length would leave
-    none, and with async scheduling the next step would have to wait for its output.
-    """
-    known: int = request.num_computed_tokens - request.num_output_placeholders
-    return max((max_model_len - known) // 2 - 1, 0)
-
-
-def prompt_tokens(scheduler: Any, limit: int) -> int:
+def prompt_tokens(scheduler: Any, limit: int, waiting: Sequence[Any]) -> int:
     """Tokens that prompts could use next beside one of each request, counted up to `limit`."""
     most = scheduler.scheduler_config.long_prefill_token_threshold or limit
-    left = (
-        request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
-        for request in scheduler.running
-        if not request.spec_token_ids
-    )
-    # One in plain decoding; none, or fewer, while a step is in flight.
-    tokens = sum(min(max(tokens - 1, 0), most) for tokens in left)
-    for request in waiting(scheduler):
+    tokens = 0
+    for request in scheduler.running:
+        if request.is_prefill_chunk:
+            left = request.num_tokens + request.num_output_placeholders
+            tokens += min(max(left - request.num_computed_tokens - 1, 0), most)
+    for request in waiting:
         if tokens >= limit:
             break
         # vLLM looks whether an unready one has become ready only while tokens are left.
@@ -119,12 +110,11 @@ def prompt_tokens(scheduler: Any, limit: int) -> int:
     return tokens
 
 
-def waiting(scheduler: Any) -> Iterator[Any]:
+def waiting(scheduler: Any) -> list[Any]:
     """Requests that may come in, in the order in which vLLM's scheduler takes them."""
-    state = scheduler.state
-    running = len(scheduler.running)
+    state, running = scheduler.state, len(scheduler.running)
     if state.blocked_for > 0 and state.blocked_at is not None and running >= state.blocked_at:
-        return iter(())
+        return []
     seats = scheduler.max_num_active_reqs - running
     others = scheduler.waiting if scheduler.pause_state == PauseState.UNPAUSED else ()
-    return islice(chain(scheduler.kv_holding_waiting, others), max(seats, 0))
+    return [*islice(chain(scheduler.kv_holding_waiting, others), max(seats, 0))]

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger
@@ -26,6 +28,8 @@ from vllm_bastion.telemetry.prometheus import TreeMetrics
 from vllm_bastion.telemetry.text import interval_line
 
 logger = init_logger(__name__)
+
+_NAME, _TOKENS = attrgetter("request_id"), attrgetter("new_token_ids")
 
 
 def send(scheduler: Any, outputs: dict[int, Any]) -> None:
@@ -54,27 +58,22 @@ def record_of(
         report: the worker's.
         outputs: what `update_from_output` returns: tokens after a stop are not among them.
     """
-    plan, verified = StepPlan.of(scheduled), report.num_verified
-    nodes, accepted, requests = [], [], 0
-    for own in outputs.values():
-        for output in own.outputs:
-            if output.new_token_ids:
-                requests += 1
-                if count := verified.get(output.request_id, 0):
-                    nodes.append(count)
-                    accepted.append(len(output.new_token_ids) - 1)
-    kind = "prompt"
-    if nodes:
+    given = [one for own in outputs.values() for one in own.outputs if one.new_token_ids]
+    nodes = [*map(report.num_verified.get, map(_NAME, given), repeat(0))]
+    trees, requests, kind = len(nodes) - nodes.count(0), len(given), "prompt"
+    if trees:
         chains = scheduler.settings.bastion_top_k == 1
         kind = "n-gram" if report.verified == Arm.NGRAM else "chain" if chains else "tree"
     elif requests:
         kind = "plain"
     return StepRecord(
         kind,
-        plan.reason if kind != "prompt" else "",
+        StepPlan.of(scheduled).reason if requests else "",
         requests,
-        nodes,
-        accepted,
+        trees,
+        sum(nodes),
+        # The last token of a request is the target's own.
+        sum(map(len, map(_TOKENS, given))) - requests,
         report.expected,
         scheduler.state.last.ms,
         report.sources,

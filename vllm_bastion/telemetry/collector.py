@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from vllm_bastion.logger import init_logger
 from vllm_bastion.telemetry.counts import Counts, StepRecord, add, to_plain
@@ -49,7 +49,7 @@ class Collector:
     def add(self, step: StepRecord) -> None:
         """Add one step."""
         add(self._sums, step)
-        trees, tokens = by_drafter(step.nodes, step.accepted, step.sources)
+        trees, tokens = by_drafter(step)
         self._trees += trees
         self._accepted += tokens
         if self._trees >= TREES:
@@ -94,16 +94,14 @@ class Collector:
         return sums
 
 
-def by_drafter(
-    nodes: Sequence[int], accepted: Sequence[int], sources: Sequence[int]
-) -> tuple[int, int]:
+def by_drafter(step: StepRecord) -> tuple[int, int]:
     """Trees of a step with nodes of the drafter, and how many of these were accepted.
 
-    An n-gram draft carries no signal about the drafter. See `StepRecord` for the arguments.
+    An n-gram draft carries no signal about the drafter.
     """
-    if not sources:
-        return len(nodes), sum(accepted)
-    from_drafter, _, from_both, taken, _, taken_of_both = sources
+    if not step.sources:
+        return step.trees, step.accepted
+    from_drafter, _, from_both, taken, _, taken_of_both = step.sources
     if not (from_drafter or from_both):
         return 0, 0
-    return len(nodes), taken + taken_of_both
+    return step.trees, taken + taken_of_both

@@ -50,10 +50,11 @@ class StepRecord:
     reason: str = ""
     # Requests that the step gave tokens to.
     requests: int = 0
-    # [T] nodes verified of each request that verified any, and the draft tokens accepted of these
-    # that its client gets: a stop may cut off the last ones.
-    nodes: Sequence[int] = ()
-    accepted: Sequence[int] = ()
+    # Of these, those that verified nodes; their nodes; and the draft tokens accepted of these that
+    # their clients get: a stop may cut off the last ones.
+    trees: int = 0
+    nodes: int = 0
+    accepted: int = 0
     # Draft tokens expected to be accepted, the sum of path scores. 0 with a fixed budget.
     expected: float = 0.0
     # Milliseconds since the step before; 0 where the gate does not use the time.
@@ -66,9 +67,9 @@ def add(counts: Counts, step: StepRecord) -> None:
     """Count one step."""
     counts["steps", step.kind, step.reason] += 1
     counts["request_steps",] += step.requests
-    counts["trees",] += len(step.nodes)
-    counts["nodes",] += sum(step.nodes)
-    counts["accepted_tokens",] += sum(step.accepted)
+    counts["trees",] += step.trees
+    counts["nodes",] += step.nodes
+    counts["accepted_tokens",] += step.accepted
     # A counter raises on a negative amount and keeps NaN for ever, and a clock may be set back.
     if 0 < step.expected < math.inf:
         counts["expected_tokens",] += step.expected  # type: ignore[assignment]
