@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from enum import IntEnum
+from operator import itemgetter
 from statistics import median
 
 # Steps of an arm whose mean is its time. Of fewer than eight the fastest counts: a burst of slow
@@ -122,7 +123,7 @@ class Gate:
                     break
             else:
                 return None
-        return min(ms for a, ms in own.items() if a >= arm)
+        return min([ms for a, ms in own.items() if a >= arm])
 
     def tokens(self, arm: Arm) -> float:
         """Tokens that a request gets from a step of `arm`."""
@@ -167,21 +168,19 @@ class Gate:
         if doubted or not measured:
             self.arm, self.reason = (doubted or self.arms)[-1], "not measured yet"
         else:
-            best = max(rate for rate, _ in measured)
-            self.arm = next(arm for rate, arm in measured if rate >= best)
-            self.reason = "fastest"
+            # Of equal rates, the first one: the simplest arm.
+            self.arm, self.reason = max(measured, key=itemgetter(0))[1], "fastest"
         return self.arm
 
     def _explored(self, num_reqs: int) -> Arm | None:
         """Another arm, if it is time to try one."""
-        if any(self._yields[arm].steps < _TRUSTED for arm in self.arms if arm):
+        if [arm for arm in self.arms if arm and self._yields[arm].steps < _TRUSTED]:
             return None
         others = sorted(set(self.arms) - {self.arm}, key=self._tried.__getitem__)
         for arm in others:
             if self.ms(arm, num_reqs) is None and self._since > _TRIAL + 1:
                 return self._begin_trial(arm, _TRIAL + 1)
-        rate = self._rate(self.arm, num_reqs)
-        if self._since < _APART or rate is None:
+        if self._since < _APART or (rate := self._rate(self.arm, num_reqs)) is None:
             return None
         for arm in others:
             ms = self.ms(arm, num_reqs)
@@ -200,7 +199,7 @@ class Gate:
 
 def size_class(num_reqs: int) -> int:
     """0 for one request, 1 for 2, 2 for 3 and 4, 3 for 5 to 8, and so on."""
-    return (max(num_reqs, 1) - 1).bit_length()
+    return ((num_reqs or 1) - 1).bit_length()
 
 
 def _typical(times: Sequence[float]) -> float:
