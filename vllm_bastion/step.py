@@ -8,7 +8,8 @@ drafter replaces it by one with a simpler arm if replies end or n-gram drafts ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -16,20 +17,17 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm_bastion.policy.trees import Trees
 from vllm_bastion.scheduler.gate import Arm
 
-
-def _none() -> np.ndarray:
-    return np.zeros(0, dtype=np.int32)
+_NONE = np.zeros(0, dtype=np.int32)
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One step with R requests."""
 
     batch: InputBatch | None = None
     # [R] most nodes of each request on the device, and its rows that are not nodes: its bonus
     # token, or the tokens of its prompt.
-    nodes: np.ndarray = field(default_factory=_none)
-    base_rows: np.ndarray = field(default_factory=_none)
+    nodes: np.ndarray = _NONE
+    base_rows: np.ndarray = _NONE
     # Whether the attention reads the mask.
     masked: bool = False
     # Whether drafts are verified.

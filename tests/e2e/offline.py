@@ -20,14 +20,14 @@ def record_sizes() -> None:
     """Let every worker forked from here remember what its steps verify."""
     from vllm_bastion.engine.budget import TreeBudgetManager
 
-    decide = TreeBudgetManager.get_num_tokens
+    original = TreeBudgetManager.decide
 
-    def get_num_tokens(self: Any, *args: Any) -> int:
-        rows = decide(self, *args)
+    def decide(self: Any, batch: Any) -> int:
+        rows = original(self, batch)
         vars(self).setdefault("sizes", []).append(self._num_verify.tolist())
         return rows
 
-    TreeBudgetManager.get_num_tokens = get_num_tokens  # type: ignore[method-assign]
+    TreeBudgetManager.decide = decide  # type: ignore[method-assign]
 
 
 def decisions(worker: Any) -> dict[str, Any]:

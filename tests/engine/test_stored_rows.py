@@ -11,7 +11,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from bastion_kernels import context_rows
-from tests.scheduler_core import engine_of, settings
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.hooks.model_runner import BastionModelRunner
 
@@ -59,8 +58,7 @@ def test_rows_that_wait_are_stored_before_vllm_copies_blocks(
 ) -> None:
     runner, order = object.__new__(BastionModelRunner), []
     monkeypatch.setattr(GPUModelRunner, "execute_model", lambda *_: order.append("runs"))
-    runner.vllm_config = engine_of(settings())
-    runtime = runner.vllm_config.speculative_config.worker_runtime = Runtime(SimpleNamespace())
+    runtime = runner.runtime = Runtime(SimpleNamespace())
     runtime.context = SimpleNamespace(flush=lambda: order.append("stored"))
     for copies in (None, [object()]):
         output = SchedulerOutput.make_empty()

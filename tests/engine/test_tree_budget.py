@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from benchmarks.replay.policies import best_total, shares
 from tests.trees import grow, make_trees
@@ -23,6 +24,13 @@ from vllm_bastion.step import Step
 DEPTH, NODES, VOCAB, SLOTS, ROWS = 4, 10, 32, 8, 200
 VERIFY_MS = 4.0 + 0.15 * np.arange(ROWS + 1)
 DRAFT_MS = 1.0 + 0.1 * np.arange(SLOTS + 1)
+
+
+class Output(AsyncModelRunnerOutput):
+    """Of a step, without tokens."""
+
+    def get_output(self) -> Any:
+        return SimpleNamespace()
 
 
 class Steps:
@@ -74,25 +82,21 @@ class Steps:
 
     def verify(self, limits: list[int], prompts: list[int] | None = None) -> dict[str, int]:
         """Nodes of each request as the step's output reports them."""
-        self.runtime.scheduled = SimpleNamespace(bastion=self.plan)
+        self.runtime.plan = self.plan
         prompts = prompts or [0] * len(limits)
-        named = zip(self.names, limits, strict=True)
-        drafts = {name: [-1] * limit for name, limit in named if limit}
-        scheduled = {
-            name: 1 + limit + more
-            for name, limit, more in zip(self.names, limits, prompts, strict=True)
-        }
-        rows = self.manager.get_num_tokens(scheduled, drafts)
-        order = list(self.manager._req_ids)
+        drafts, slots = np.array(limits, dtype=np.int32), self.slots
+        batch: Any = SimpleNamespace(
+            req_ids=list(self.names), idx_mapping_np=slots, num_draft_tokens_np=drafts,
+            num_scheduled_tokens=1 + drafts + np.array(prompts, dtype=np.int32),
+        )  # fmt: skip
+        rows = self.manager.decide(batch)
         self.manager.compact_batch(
-            np.zeros(0), np.zeros(0), np.zeros(len(order) + 1, dtype=np.int32)
+            np.zeros(0), np.zeros(0), np.zeros(len(slots) + 1, dtype=np.int32)
         )
-        on_device = torch.tensor([self.names[name] for name in order])
-        ends, _, total, *_ = self.manager.reallocate_drafts(order, on_device)
-        assert rows == len(order) + sum(prompts) + total
-        assert int(ends[-1]) == len(order) + total
-        output: Any = SimpleNamespace(get_output=lambda: SimpleNamespace())
-        found = self.manager.counted(output).get_output()
+        ends, _, total, *_ = self.manager.reallocate_drafts(batch.req_ids, torch.tensor(slots))
+        assert rows == len(slots) + sum(prompts) + total
+        assert int(ends[-1]) == len(slots) + total
+        found = self.manager.counted(Output()).get_output()
         self.expected = found.bastion.expected
         return dict(found.bastion.num_verified)
 
@@ -298,7 +302,7 @@ def test_a_cpu_takes_a_simpler_arm_where_it_is_enough(
     steps = Steps([0, 1], lagged=False)
     found = steps.trees.ngram = Found(expected)  # type: ignore[assignment]
     plan, length = StepPlan(arm=arm, ngram_tokens=enough), 20
-    steps.runtime.scheduled = SimpleNamespace(bastion=plan)  # type: ignore[assignment]
+    steps.runtime.plan = plan
     steps.runtime.step = Step(arm=arm)
     states: Any = SimpleNamespace(
         max_seq_len=np.full(SLOTS, length + remaining), max_model_len=1000,
@@ -323,8 +327,8 @@ def test_a_step_ends_with_the_planned_arm(
     wanted: int, arm: Arm, budget: int | None, taken: Arm
 ) -> None:
     steps = Steps([0], lagged=False, budget=budget)
-    scheduled = SimpleNamespace(num_spec_tokens_to_schedule=wanted, bastion=StepPlan(arm=arm))
-    steps.runtime.scheduled = scheduled  # type: ignore[assignment]
+    scheduled: Any = SimpleNamespace(num_spec_tokens_to_schedule=wanted)
+    steps.runtime.scheduled, steps.runtime.plan = scheduled, StepPlan(arm=arm)
     batch: Any = SimpleNamespace(
         num_draft_tokens_per_req=None, num_reqs=1, num_draft_tokens=0,
         num_scheduled_tokens=np.ones(1, dtype=np.int32),

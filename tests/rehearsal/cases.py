@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.e2e.methods import Target, method_of
 from tests.e2e.adapters import RANK
+from vllm_bastion.scheduler.gate import Arm
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "benchmarks" / "tiny"
@@ -34,6 +35,7 @@ class Case:
         long: tokens of prompts that are repeated up to this length, and continued in a second turn
             with as many cached tokens as the case `plain` has; 0 for short prompts and one turn.
         joins: tokens of a prompt that joins a request that decodes.
+        arm: what every step ends with; None for the choice of the gate.
         waits: times per steady step that this plugin may wait for the device, on average.
         blocks: calls per steady step that may block or allocate, on average.
         arguments: further arguments of `EngineArgs`.
@@ -54,6 +56,7 @@ class Case:
     adapters: bool = False
     long: int = 0
     joins: int = 40
+    arm: Arm | None = None
 
     @property
     def takes_prompts(self) -> bool:
@@ -160,6 +163,7 @@ CASES = (
     Case("exact", "adaptive, exact", _bastion(31, "adaptive", budget_timing="exact"), waits=1.0),
     Case("lagged", "adaptive, lagged, no lookup", _bastion(31, "adaptive", lookup=False)),
     Case("lookup", "adaptive, lagged, lookup", _bastion(31, "adaptive")),
+    Case("ngram", "n-gram drafts alone", _bastion(31, "adaptive"), arm=Arm.NGRAM),
     Case("dflash2", "DFlash2, N = 16", _bastion(16, 16, model=TINY / "dflash2")),
     Case("dspark", "DSpark, lagged", _bastion(15, "adaptive", model=TINY / "dspark")),
     Case("plain-piecewise", "FULL_AND_PIECEWISE: plain", **_PIECEWISE),

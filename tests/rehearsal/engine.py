@@ -17,6 +17,7 @@ from tests.rehearsal import new_weights
 from tests.rehearsal.cases import PROMPTS, TINY, Case
 from tests.rehearsal.device import FakeDriver
 from tests.rehearsal.emulation import Emulation
+from vllm_bastion.scheduler.gate import Gate
 
 _MOST_STEPS = 400
 # Steps before the steady ones: prompts, and first trees.
@@ -39,6 +40,8 @@ def run(case: Case, driver: FakeDriver, emulation: Emulation) -> dict[str, Any]:
     arguments, folder = case.engine_arguments(), Path(os.environ["VLLM_BASTION_CACHE"]) / case.name
     weights = None if case.weights is None else new_weights.NewWeights(case, arguments, folder)
     _watch_lengths(emulation.errors)
+    if (arm := case.arm) is not None:
+        Gate.choose = lambda gate, num_reqs: arm  # type: ignore[method-assign]
     begin = time.perf_counter()
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     started = time.perf_counter()

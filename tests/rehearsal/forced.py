@@ -66,8 +66,8 @@ class Steps:
 
         choose, reallocate = TreeBudgetManager._choose, TreeBudgetManager.reallocate_drafts
 
-        def chosen(manager: Any, most: int) -> np.ndarray:
-            choose(manager, most)
+        def chosen(manager: Any, most: int, width: int) -> np.ndarray:
+            choose(manager, most, width)
             return in_order(most, np.minimum(manager._limits, NODES))
 
         def reallocated(manager: Any, *given: Any) -> Any:

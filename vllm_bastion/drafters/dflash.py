@@ -41,6 +41,7 @@ from vllm_bastion.engine.context import DraftContext
 from vllm_bastion.engine.planning import decide_again
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.platform import current_host
+from vllm_bastion.scheduler.gate import Arm
 from vllm_bastion.step import Step
 
 
@@ -64,6 +65,7 @@ class BastionSpeculator(DFlashSpeculator):
         self.runtime, self.trees = runtime, runtime.trees
         # vLLM drops the graphs of its memory profile, so nothing else may hold them.
         self._input_graphs: InputGraphs | None = None
+        self._ngram_input_graphs: InputGraphs | None = None
         runtime.choose_draft_graph = self._choose_graph
         super().__init__(with_capacity(chain_view_of(vllm_config)), device)
         self.req_states = req_states
@@ -174,7 +176,9 @@ class BastionSpeculator(DFlashSpeculator):
         in_graph = self._inputs_in_graph and self.supports_decode_metadata_update
         if not in_graph or self.dp_size > 1 or rows > len(self.context.source):
             mode = CUDAGraphMode.NONE
-        self._input_graphs = InputGraphs(self, config, mode)
+        self._input_graphs = InputGraphs(self, config, mode, Arm.TREE)
+        mode = CUDAGraphMode.NONE if self.trees.ngram is None else mode
+        self._ngram_input_graphs = InputGraphs(self, config, mode, Arm.NGRAM)
 
     def capture(self) -> None:
         # Captured without a request, so that the runs before write nothing.
@@ -185,11 +189,13 @@ class BastionSpeculator(DFlashSpeculator):
         graphs = self.runtime.target_graphs
         target = None if graphs is None else graphs()
         if not self.trees.chains and target is not None and target.hidden_states is not None:
-            assert self._input_graphs is not None
-            self._input_graphs.capture_all(target.aux_hidden_states or [target.hidden_states])
+            for own in (self._input_graphs, self._ngram_input_graphs):
+                assert own is not None
+                own.capture_all(target.aux_hidden_states or [target.hidden_states])
 
     def _choose_graph(self, step: Step) -> BatchExecutionDescriptor | None:
-        return None if self._input_graphs is None else self._input_graphs.graph_of(step)
+        graphs = self._input_graphs if step.drafts else self._ngram_input_graphs
+        return None if graphs is None else graphs.graph_of(step)
 
     def _generate_draft(
         self,
@@ -234,7 +240,6 @@ class BastionSpeculator(DFlashSpeculator):
         depth = len(hidden_states) // num_reqs
         self.trees.grow_ranked(num_reqs, depth, self.model.draft_id_to_target_id)
 
-    @torch.inference_mode()
     def propose(
         self,
         input_batch: InputBatch,
@@ -246,7 +251,6 @@ class BastionSpeculator(DFlashSpeculator):
         num_rejected: torch.Tensor,
         *args: Any,
         dummy_run: bool = False,
-        num_speculative_tokens: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Draft, and build each request's tree. Returns the nodes' tokens, [R, N] int64."""
@@ -255,24 +259,24 @@ class BastionSpeculator(DFlashSpeculator):
         self._combines_hidden = bool(aux_hidden_states)
         context.allocate(hidden)
         tokens = self.trees.tokens[:num_reqs]
-        if num_speculative_tokens == 0:
-            # vLLM overwrites the result with -1; `trees.tokens` must keep its tokens.
-            tokens = torch.full_like(tokens, -1)
         if dummy_run:
             self.trees.bind_rows()
         else:
-            graph, runtime.draft_graph = runtime.draft_graph, None
+            step, graph, runtime.draft_graph = runtime.step, runtime.draft_graph, None
             if graph is not None:
-                assert self._input_graphs is not None
                 context.flush()
-                self._prepare_eplb_forward(num_reqs * self.num_query_per_req)
-                self._input_graphs.run_fullgraph(graph)
-                self.query_cudagraph_manager.run_fullgraph(graph)
+                graphs = self._input_graphs if step.drafts else self._ngram_input_graphs
+                assert graphs is not None
+                graphs.run_fullgraph(graph)
+                if step.drafts:
+                    self._prepare_eplb_forward(num_reqs * self.num_query_per_req)
+                    self.query_cudagraph_manager.run_fullgraph(graph)
                 return tokens
-            manager = runtime.manager
-            if runtime.step.grows or manager is None or manager.has_trees:
+            if step.grows:
                 self.trees.bind_rows(input_batch.idx_mapping)
-            step = runtime.step = decide_again(runtime, input_batch, num_sampled, self.req_states)
+                step = runtime.step = decide_again(
+                    runtime, input_batch, num_sampled, self.req_states
+                )
             counts = num_sampled, num_rejected
             if not step.drafts:
                 slots = [slot_mappings[layer] for layer in self._context_layers]
@@ -300,7 +304,6 @@ class BastionSpeculator(DFlashSpeculator):
             num_rejected,
             *args,
             dummy_run=dummy_run,
-            num_speculative_tokens=num_speculative_tokens,
             **kwargs,
         )
         return tokens

@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 from bastion_kernels import compact_caches, draft_inputs, gather_rows
 from vllm_bastion.drafters.capacity import with_graphs
 from vllm_bastion.policy.trees import Trees
+from vllm_bastion.scheduler.gate import Arm
 from vllm_bastion.step import Step
 
 
@@ -46,19 +47,22 @@ class NgramGraphs(CudaGraphManager):
 
 
 class InputGraphs(CudaGraphManager):
-    """Graphs that prepare a draft after a step of trees, one in front of each of the drafter's.
+    """Graphs that end a step of trees: what its accepted rows leave to do, up to the next draft.
+
+    For the arm of trees they prepare the draft, one in front of each of the drafter's graphs. For
+    n-gram drafts alone they store the drafter's keys and values, and grow the trees.
 
     They begin with the accepted rows of the target's caches. They read what the step has left in
     fixed buffers, the hidden states in those of the target's graphs, so only a step that was a FULL
     graph can be followed by one.
     """
 
-    def __init__(self, draft: Any, vllm_config: VllmConfig, mode: CUDAGraphMode) -> None:
+    def __init__(self, draft: Any, vllm_config: VllmConfig, mode: CUDAGraphMode, arm: Arm) -> None:
         """draft: the `BastionSpeculator`."""
         queries = draft.num_query_per_req
         config = with_graphs(vllm_config, queries)
         super().__init__(config, draft.device, mode, decode_query_len=queries)
-        self._draft, self._hidden = draft, list[torch.Tensor]()
+        self._draft, self._arm, self._hidden = draft, arm, list[torch.Tensor]()
 
     def capture_all(self, hidden: Sequence[torch.Tensor]) -> None:
         """hidden: the target's hidden states that the drafter reads, as its graphs write them."""
@@ -70,9 +74,9 @@ class InputGraphs(CudaGraphManager):
         )
 
     def graph_of(self, step: Step) -> BatchExecutionDescriptor | None:
-        """The graph that prepares the draft of a FULL graph's step, and the drafter's behind it."""
+        """The graph that ends the step of a FULL graph; of trees also the drafter's behind it."""
         batch = step.batch
-        if batch is None or batch.has_prefill or not (step.verifies and step.drafts):
+        if step.arm != self._arm or batch is None or batch.has_prefill or not step.verifies:
             return None
         reqs, queries = batch.num_reqs, self.decode_query_len
         graph = self.dispatch(reqs, reqs * queries, queries, 0)
@@ -112,3 +116,6 @@ class InputGraphs(CudaGraphManager):
         gathered = [out[:rows] for out in draft.context.hidden]
         gather_rows(self._hidden, source, gathered)
         draft.take_hidden(gathered)
+        if self._arm == Arm.NGRAM:
+            draft._prepare_graph_forward(num_reqs, None)
+            trees.grow_ngram(num_reqs)

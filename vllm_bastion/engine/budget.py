@@ -30,7 +30,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import async_copy_to_np
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
+from vllm.v1.worker.gpu.model_runner import BatchReqState
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 from vllm.v1.worker.gpu.states import RequestState
 
@@ -66,7 +66,7 @@ class CountedOutput(AsyncModelRunnerOutput):
         if ends[-1] == len(self.req_ids):  # bonus tokens only
             num_verified = dict.fromkeys(self.req_ids, 0)
         else:
-            nodes = (end - begin - 1 for begin, end in pairwise(ends))
+            nodes = [end - begin - 1 for begin, end in pairwise(ends)]
             num_verified = dict(zip(self.req_ids, nodes, strict=True))
         sources: Sequence[int] = (
             () if self.sources is None else self.sources.sum(0).ravel().tolist()
@@ -121,7 +121,8 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         # The current step's requests in batch order, [R]: most nodes, nodes to verify, and rows
         # that are not nodes (bonus and prompt tokens).
         self._limits = self._num_verify = self._plain_rows = np.zeros(0, dtype=np.int32)
-        self._num_nodes = 0  # sum of `_num_verify`
+        self._num_nodes = self._num_rows = 0  # sums of `_num_verify` and `_plain_rows`
+        self._columns = np.arange(self.trees.num_nodes)
         self._slots = np.zeros(0, dtype=np.int64)
         self._req_ids: list[str] = []
         self._num_logits_np = np.zeros(1, dtype=np.int32)
@@ -170,31 +171,26 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         if self.lagged:
             self._earlier.forget(req_idx)
 
-    def get_num_tokens(
-        self,
-        num_tokens_per_req: dict[str, int],
-        draft_tokens: dict[str, list[int]],
-    ) -> int:
+    def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: Any) -> int:
+        """All rows: vLLM asks before it has the batch in arrays, see `decide`."""
+        return sum(num_tokens_per_req.values())
+
+    def decide(self, batch: BatchReqState) -> int:
         """Decide N* of every request. Returns the step's rows, by which vLLM picks the graph."""
-        order = self._req_ids = sort_batch_req_ids(
-            num_tokens_per_req, draft_tokens, self.num_speculative_steps + self.num_bonus_tokens
-        )
-        self._verified = self._drafted
-        count, slot_of = len(order), self.req_states.req_id_to_index
-        slots = self._slots = np.fromiter((slot_of[r] for r in order), np.int64, count)
-        drafts = np.fromiter((len(draft_tokens.get(r, ())) for r in order), np.int32, count)
-        tokens = np.fromiter((num_tokens_per_req[r] for r in order), np.int32, count)
-        self._plain_rows = tokens - drafts
+        drafts, slots = batch.num_draft_tokens_np, batch.idx_mapping_np
+        assert drafts is not None
+        self._verified, self._req_ids, self._slots = self._drafted, batch.req_ids, slots
+        self._plain_rows = batch.num_scheduled_tokens - drafts
         limits = np.minimum(drafts, self.trees.node_limits_host[slots]) * self._has_tree[slots]
         self._limits = np.minimum(limits, self.trees.tree_size).astype(np.int32)
-        rows = int(self._plain_rows.sum())
-        most = min(self.max_total_logits - count * self.num_bonus_tokens, self.max_rows - rows)
-        most = max(0, most)
+        self._num_rows = rows = int(self._plain_rows.sum())
+        most = self.max_total_logits - len(slots) * self.num_bonus_tokens
+        most = max(0, min(most, self.max_rows - rows))
         if self.trees.budget is not None:
             wanted = np.minimum(self._limits, self.trees.budget).astype(np.int32)
             self._num_verify = in_order(most, wanted)
-        elif self._limits.any():
-            self._num_verify = self._choose(most)
+        elif width := int(self._limits.max()):
+            self._num_verify = self._choose(most, width)
         else:
             self._num_verify = self._limits
         self._num_nodes = int(self._num_verify.sum())
@@ -202,17 +198,21 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             self._limits = self._num_verify
         return self._num_nodes + rows
 
-    def _choose(self, most: int) -> np.ndarray:
-        """N* of every request, [R] int32. Lagged, only the sum counts: the device shares it out."""
-        width = int(self._limits.max())
+    def _choose(self, most: int, width: int) -> np.ndarray:
+        """N* of every request, [R] int32. Lagged, only the sum counts: the device shares it out.
+
+        width: the most nodes of a request.
+        """
         scores = self._path_scores(self._slots, width)
-        scores[np.arange(width) >= self._limits[:, None]] = -1.0
-        ranked = np.sort(scores, axis=None)[::-1]
-        ranked = ranked[: min(int(self._limits.sum()), most)]
-        costs = self._step_ms(len(ranked))
-        emitting = len(self._slots)
-        expected = emitting + np.concatenate(([0.0], np.cumsum(ranked)))
-        total = int(np.argmax(expected[: len(costs)] / costs))
+        scores[self._columns[:width] >= self._limits[:, None]] = -1.0
+        ranked = scores.flatten()
+        ranked.sort()
+        ranked = ranked[::-1][: min(int(self._limits.sum()), most)]
+        costs, emitting = self._step_ms(len(ranked)), len(self._slots)
+        expected = np.empty(1 + len(ranked))
+        expected[0] = emitting
+        expected[1:] = emitting + ranked.cumsum()
+        total = int((expected[: len(costs)] / costs).argmax())
         self._expected = float(expected[total]) - emitting
         self._remember(total)
         if self.lagged:
@@ -239,7 +239,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         """
         assert self.cost_tables is not None
         draft_ms, verify_ms = self.cost_tables
-        reqs, rows, plan = len(self._slots), int(self._plain_rows.sum()), self.runtime.plan
+        reqs, rows, plan = len(self._slots), self._num_rows, self.runtime.plan
         if self.estimator is not None:
             context = float(self.req_states.num_computed_tokens_np[self._slots].mean())
             if plan.step_ms is not None and self._timed is not None:
@@ -276,9 +276,9 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         cu_num_logits_np: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Rows of each request, [R], and the first logits row of each, [R + 1]."""
-        self._num_logits_np = np.zeros_like(cu_num_logits_np)
         num_rows, num_logits = self.layout
-        np.cumsum(num_logits, out=self._num_logits_np[1:])
+        self._num_logits_np = np.zeros(1 + len(num_logits), dtype=np.int32)
+        num_logits.cumsum(out=self._num_logits_np[1:])
         return num_rows, self._num_logits_np
 
     def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> tuple[Any, ...]:
@@ -288,7 +288,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             # The host's counts are exact, so the runner has already written query_start_loc.
             cu_num_logits = async_tensor_h2d(self._num_logits_np, device=self.trees.device)
         else:
-            layout = np.stack((limits, self._plain_rows))
+            layout = np.array((limits, self._plain_rows))
             if (self._layout_np[:, self._slots] != layout).any():
                 self._layout_np[:, self._slots] = layout
                 async_tensor_h2d(self._layout_np, out=self._layout)
@@ -324,17 +324,14 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         """[R] int32, the most nodes that each row of the step may have on the device."""
         return self._limits if self.lagged else self._num_verify
 
-    @property
-    def has_trees(self) -> bool:
-        """Whether the step may verify trees."""
-        return bool(self._limits.any())
-
-    def counted(self, output: AsyncModelRunnerOutput) -> CountedOutput:
-        """The output of the step launched last, with its counts of verified nodes."""
+    def counted(self, output: Any) -> Any:
+        """The output of the step launched last, with its counts of verified nodes if it had any."""
+        if not self._req_ids or not isinstance(output, AsyncModelRunnerOutput):
+            return output
         req_ids, self._req_ids = self._req_ids, []
-        counts, self._num_logits_np = self._num_logits_np, np.zeros(1, dtype=np.int32)
         sources, self.runtime.sources = self.runtime.sources, None
         expected, self._expected = self._expected, 0.0
+        counts = self._num_logits_np
         return CountedOutput(output, req_ids, counts, sources, expected, self._verified)
 
     def warm_up(self) -> None:
@@ -348,4 +345,5 @@ def in_order(total: int, limits: np.ndarray) -> np.ndarray:
 
     limits: [R] int32. Returns [R] int32.
     """
-    return np.clip(total - (np.cumsum(limits) - limits), 0, limits).astype(np.int32)
+    left = np.maximum(total - (limits.cumsum() - limits), 0)
+    return np.minimum(left, limits).astype(np.int32)

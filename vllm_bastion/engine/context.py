@@ -58,7 +58,7 @@ class DraftContext:
         # Whether a request keeps its blocks while rows wait, one of each step or several.
         self._may_defer = self._may_defer_several = False
         # With at most this many rows waiting, a plain step always fits.
-        self._full = max_rows - reqs
+        self._max_rows, self._full = max_rows, max_rows - reqs
         self.num_rows = self._num_steps = 0
         self._requests: set[str] = set()  # owners of the rows that wait
         # [begin, end) of rows -> views of these rows in every buffer; most steps reuse them.
@@ -166,9 +166,8 @@ class DraftContext:
             self.accepted(step, batch, hidden, num_sampled, num_rejected, slots)
         elif waits:
             rows = (*hidden, batch.positions, *slots)
-            torch._foreach_copy_(
-                self._rows(begin, end), [row if len(row) == count else row[:count] for row in rows]
-            )
+            own = [row if row.shape[0] == count else row[:count] for row in rows]
+            torch._foreach_copy_(self._rows(begin, end), own)
         else:
             self._store(hidden, batch.positions[:count], slots)
             return
@@ -200,9 +199,9 @@ class DraftContext:
 
     def _make_room(self, count: int) -> bool:
         """Whether `count` rows can be added, if need be after storing those that wait."""
-        if self.num_rows + count > len(self.source):
+        if self.num_rows + count > self._max_rows:
             self.flush()
-        return count <= len(self.source)
+        return count <= self._max_rows
 
     def leave(self, request: str, needed: bool) -> None:
         """A request gives up its blocks. `needed`: whether their content may be used again."""

@@ -6,8 +6,6 @@ See `vllm_bastion.step`.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -25,27 +23,25 @@ def make_step(runtime: Runtime, batch: InputBatch, *, for_trees: bool) -> Step:
     Args:
         for_trees: whether a FULL graph is captured, or run, that takes batches with trees.
     """
-    drafts = batch.num_draft_tokens_per_req
-    if drafts is None:  # a dummy batch, or a step without drafts
-        nodes = np.zeros(batch.num_reqs, dtype=np.int32)
-        base_rows = batch.num_scheduled_tokens
-    else:
-        base_rows, nodes = batch.num_scheduled_tokens - drafts, drafts
+    drafts, base_rows = batch.num_draft_tokens_per_req, batch.num_scheduled_tokens
+    nodes, has_nodes = np.zeros(batch.num_reqs, dtype=np.int32), False
+    if drafts is not None:  # else a dummy batch, or a step without drafts
+        nodes, base_rows = drafts, base_rows - drafts
         if batch.max_query_len is not None:
             # The manager has trimmed the step. It does not trim vLLM's warm-up steps.
             assert runtime.manager is not None
             nodes = runtime.manager.drafts
-    has_nodes, profiles = bool(nodes.any()), runtime.profiles
-    arm = Arm.TREE
-    if runtime.scheduled is not None:
+        has_nodes = bool(nodes.any())
+    arm, scheduled = Arm.TREE, runtime.scheduled
+    if scheduled is not None:
         # vLLM asks for 0 where no request of the step can use a draft.
-        wanted = runtime.scheduled.num_spec_tokens_to_schedule > 0
-        arm = runtime.plan.arm if wanted and runtime.trees.budget != 0 else Arm.PLAIN
+        wanted = scheduled.num_spec_tokens_to_schedule > 0 and runtime.trees.budget != 0
+        arm = runtime.plan.arm if wanted else Arm.PLAIN
     return Step(
         batch,
         nodes,
         base_rows,
-        masked=for_trees or profiles or (has_nodes and not runtime.trees.chains),
+        masked=for_trees or runtime.profiles or (has_nodes and not runtime.trees.chains),
         verifies=batch.num_draft_tokens > 0,
         arm=arm,
     )
@@ -70,7 +66,7 @@ def decide_again(
     remaining = (end - states.total_len.gpu.numpy()[slots])[num_sampled.numpy() > 0]
     last = int(remaining.max(initial=0))
     if last <= 1:
-        return replace(step, arm=Arm.PLAIN)
+        return step._replace(arm=Arm.PLAIN)
     if ngram is None:
         return step
     ngram.longest = last - 1
@@ -81,7 +77,7 @@ def decide_again(
         if expected.any():
             return step
         ngram.give_up(runtime.trees.row_slots[: len(slots)])
-        return replace(step, arm=Arm.PLAIN)
+        return step._replace(arm=Arm.PLAIN)
     enough = runtime.plan.ngram_tokens
     pays = enough is not None and len(slots) + expected.sum() >= enough * len(slots)
-    return replace(step, arm=Arm.NGRAM) if pays else step
+    return step._replace(arm=Arm.NGRAM) if pays else step

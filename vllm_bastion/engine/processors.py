@@ -8,8 +8,7 @@ everything else stay vLLM's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -53,6 +52,8 @@ class Ancestors:
 
     def wanted(self, slots: np.ndarray) -> bool:
         """Whether a request in `slots`, [R], has a processor that reads them."""
+        if not self._sampler.needs_logits_processing[slots].any():
+            return False
         for processor in self._sampler.logits_processors:
             if isinstance(processor, PenaltiesState) and processor.use_penalty[slots].any():
                 return True
@@ -74,19 +75,13 @@ class Ancestors:
         ancestor_tokens(node_ids, trees.parents, slots, nodes, tokens, depths)
         return tokens, depths
 
-    @contextmanager
-    def visible(self, ancestors: tuple[torch.Tensor, torch.Tensor] | None) -> Iterator[None]:
-        """Within it processors read these tokens and depths; None = vLLM's own view."""
-        if ancestors is not None:
-            self.tokens, self.depths = ancestors
-        try:
-            yield
-        finally:
-            self.tokens = self.depths = None
+    def show(self, ancestors: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        """From now on processors read these tokens and depths; None = vLLM's own view."""
+        self.tokens, self.depths = ancestors or (None, None)
 
 
 def follow_ancestors(sampler: Sampler) -> Ancestors:
-    """Make the processors of `sampler` read what `Ancestors.visible` shows them."""
+    """Make the processors of `sampler` read what `Ancestors.show` shows them."""
     ancestors = Ancestors(sampler)
     for processor in sampler.logits_processors:
         if isinstance(processor, PenaltiesState):

@@ -47,14 +47,11 @@ class Runtime:
     # in a dummy run), and its record.
     scheduled: SchedulerOutput | None = None
     step: Step = field(default_factory=Step)
+    # What our scheduler planned for it, until it is sampled; the default before the first request.
+    plan: StepPlan = field(default_factory=StepPlan)
     # Whether steps are timed before the first request. Their rows are not padding, and attention
     # reads the mask.
     profiles: bool = False
-
-    @property
-    def plan(self) -> StepPlan:
-        """Our scheduler's plan of the step; the default for steps before the first request."""
-        return StepPlan.find(self.scheduled) or StepPlan()
 
 
 def make_runtime(vllm_config: VllmConfig, device: torch.device) -> Runtime:

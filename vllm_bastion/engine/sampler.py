@@ -75,7 +75,7 @@ class TreeRejectionSampler(RejectionSampler):
         [R, a tree's depth + 1].
         """
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
-        rows, trees = len(logits), self.trees
+        rows, trees = logits.shape[0], self.trees
         # Without prompts every row has logits, in order.
         chosen = slice(rows) if rows == input_batch.num_tokens else input_batch.logits_indices
         node_ids = input_batch.input_ids[chosen]
@@ -123,7 +123,7 @@ class TreeRejectionSampler(RejectionSampler):
         """
         counts, num_rejected = None, torch.empty_like(cu_num_logits[1:])
         if self.trees.ngram is not None:
-            counts = num_rejected.new_empty(len(num_rejected), 2, 3)
+            counts = num_rejected.new_empty(num_rejected.shape[0], 2, 3)
         self._next_row, self._counted = 0, (num_rejected, counts)
         return self._counted
 
@@ -164,17 +164,18 @@ class TreeRejectionSampler(RejectionSampler):
                 if ancestors is not None:
                     tokens_above = ancestors[0][chosen], ancestors[1][chosen]
             scores, slots, positions, drafts, nodes = step
-            with self._ancestors.visible(tokens_above):
-                processed = self.sampler.apply_sampling_params(
-                    scores,
-                    slots,
-                    idx_mapping,
-                    idx_mapping_np,
-                    positions,
-                    drafts,
-                    nodes,
-                    seq_lens_upper_bound_np,
-                )
+            self._ancestors.show(tokens_above)
+            processed = self.sampler.apply_sampling_params(
+                scores,
+                slots,
+                idx_mapping,
+                idx_mapping_np,
+                positions,
+                drafts,
+                nodes,
+                seq_lens_upper_bound_np,
+            )
+            self._ancestors.show(None)
             states = self.sampler.sampling_states
             tokens = gumbel_sample(
                 processed,

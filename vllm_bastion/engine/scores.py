@@ -47,8 +47,8 @@ class EarlierScores:
         self._read()
         turn, self._turn = self._turn, self._turn ^ 1
         self._slots[turn] = slots.copy()
-        if len(slots):
-            rows = slice(len(slots))
+        if slots.size:
+            rows = slice(slots.size)
             self._host[turn][rows].copy_(self._gathered[rows], non_blocking=True)
             if (event := self._arrived[turn]) is not None:
                 event.record()
@@ -63,7 +63,7 @@ class EarlierScores:
         """Take over the older of the two copies, in whose place the next one is written."""
         slots, event = self._slots[self._turn], self._arrived[self._turn]
         self._slots[self._turn] = slots[:0]
-        if not (slots >= 0).any():
+        if not slots.size or not (slots >= 0).any():
             return
         if event is not None and not event.query():
             with gpu_sync_allowed():
@@ -71,4 +71,4 @@ class EarlierScores:
         log_rho = self._host[self._turn].numpy()[: len(slots)][slots >= 0]
         scores = np.exp(log_rho.astype(np.float64))
         self._scores[slots[slots >= 0]] = scores
-        self._mean += _WEIGHT * (scores.mean(axis=0) - self._mean)
+        self._mean += _WEIGHT * (scores.sum(axis=0) / len(scores) - self._mean)

@@ -135,7 +135,7 @@ class BastionModelState(DefaultModelState):
         self.runtime.step = step
         in_graph = cudagraph_mode != CUDAGraphMode.NONE and not (full and plain)
         if step.masked or in_graph or self._always_binds:
-            has_trees = not self.trees.chains and step.nodes.any()
+            has_trees = step.masked and input_batch.num_draft_tokens_per_req is not None
             tails = input_batch.cu_num_logits if has_trees else None
             self.trees.begin_step(input_batch.idx_mapping, tails)
         if full and not for_capture:

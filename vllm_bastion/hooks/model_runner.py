@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
+from vllm_bastion.attached import StepPlan
 from vllm_bastion.config import settings_of
 from vllm_bastion.engine.grammar import encode
 from vllm_bastion.engine.limits import max_verified_rows
 from vllm_bastion.engine.profile import head_input
-from vllm_bastion.engine.runtime import runtime_of
+from vllm_bastion.engine.runtime import Runtime, runtime_of
 from vllm_bastion.platform import current_host
 from vllm_bastion.policy.trees import Trees
 
@@ -29,8 +29,8 @@ def adopt(runner: Any) -> None:
     """
     kind = type(runner)
     runner.__class__ = type(f"Bastion{kind.__name__}", (BastionModelRunner, kind), {})
-    trees = runtime_of(runner.vllm_config).trees
-    runner.draft_tokens_handler = TreeDraftTokens(trees, runner.device)
+    runner.runtime = runtime_of(runner.vllm_config)
+    runner.draft_tokens_handler = TreeDraftTokens(runner.runtime.trees, runner.device)
 
 
 class TreeDraftTokens(DraftTokensHandler):
@@ -54,13 +54,16 @@ class TreeDraftTokens(DraftTokensHandler):
 class BastionModelRunner(GPUModelRunner):
     """vLLM's model runner, whose steps have trees."""
 
+    runtime: Runtime
+
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Pass on what the scheduler knows, and store deferred rows before blocks are copied.
 
         vLLM copies whole blocks, in which rows of the drafter may be missing until then.
         """
-        runtime = runtime_of(self.vllm_config)
+        runtime = self.runtime
         runtime.scheduled = None if kwargs.get("dummy_run") else scheduler_output
+        runtime.plan = StepPlan.find(runtime.scheduled) or StepPlan()
         try:
             if scheduler_output.kv_cache_block_copies and runtime.context is not None:
                 runtime.context.flush()
@@ -68,13 +71,20 @@ class BastionModelRunner(GPUModelRunner):
         finally:
             runtime.scheduled = None
 
+    def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
+        """Decide how many nodes the step verifies, once vLLM has its batch in arrays."""
+        batch, uniform = super().gather_batch_req_state(scheduler_output, dummy_run)
+        manager: Any = self.adaptive_verification
+        if manager is None or batch is None or batch.num_draft_tokens_np is None:
+            return batch, uniform
+        rows = manager.decide(batch)
+        return batch._replace(num_tokens=rows), uniform if rows == batch.num_tokens else None
+
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Attach counts for the scheduler to the step's output, see `hooks.scheduler`."""
-        manager, computed = self.adaptive_verification, self.execute_model_state is not None
         output = super().sample_tokens(self._rows_in_use(grammar_output))
-        if computed and manager is not None and isinstance(output, AsyncModelRunnerOutput):
-            return manager.counted(output)
-        return output
+        manager: Any = self.adaptive_verification
+        return output if manager is None else manager.counted(output)
 
     def _rows_in_use(self, grammar_output: Any) -> Any:
         """As many bitmask rows per request as its largest tree needs, if each came with N + 1.
@@ -99,7 +109,7 @@ class BastionModelRunner(GPUModelRunner):
         **kwargs: Any,
     ) -> None:
         """Map a trimmed step's own rows and logits instead of the scheduled ones."""
-        layout = self._layout(runtime_of(self.vllm_config).scheduled)
+        layout = self._layout(self.runtime.scheduled)
         if layout is not None:
             adapters = np.asarray(prompt_lora_mapping)  # one for each request
             num_rows, num_logits = layout
