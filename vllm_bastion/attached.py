@@ -61,6 +61,8 @@ class StepPlan(AttachedRecord):
     """Why that arm was chosen: a label of metrics."""
     step_ms: float | None = None
     """The gate's time of a step that verifies that arm with so many requests."""
+    line: tuple[float, float] = (1.0, 0.0)
+    """Of that arm with so many requests: ms of a step = line[0] * profile's + line[1]."""
     ngram_tokens: float | None = None
     """Tokens per request from which n-gram drafts alone are as fast as trees."""
     prompts_wait: bool = False
@@ -79,6 +81,8 @@ class StepReport(AttachedRecord):
     """Accepted draft tokens expected of these nodes, the sum of their path scores."""
     sources: Sequence[int] = ()
     """Nodes verified, then draft tokens accepted, by source; see `telemetry.counts.SOURCES`."""
+    predicted_ms: float = 0.0
+    """Of this step by the profile; 0 if its nodes were not chosen by it, or with prompts."""
 
 
 @dataclass

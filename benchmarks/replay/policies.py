@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +13,7 @@ from benchmarks.replay.costs import Costs
 from benchmarks.replay.simulation import Corpus, Outcome, Policy
 from benchmarks.replay.trees import StepTree
 from vllm_bastion.scheduler.gate import Arm, Gate, size_class
+from vllm_bastion.scheduler.step_line import StepLine
 
 
 class Plain(Policy):
@@ -50,8 +51,9 @@ class Gated(Policy):
         self._max_nodes = min(max_nodes, corpus.max_nodes)
         self._gate = Gate((Arm.PLAIN, Arm.TREE))
         self._verified = self._ends_with = Arm.TREE
-        self._outputs: deque[tuple[Arm, int, int, float]] = deque()
-        self._predicted: dict[int, float] = {}  # mean of the costs' ms, by size class
+        self._outputs: deque[tuple[float, tuple[Arm, int, int, float]]] = deque()
+        self._lines = defaultdict[int, StepLine](StepLine)  # by size class
+        self._predicted = 0.0  # ms of the step
         self._wanted: tuple[int, int] | None = None  # requests and nodes of the step before
         self._reqs = self._tokens = 0
 
@@ -72,26 +74,24 @@ class Gated(Policy):
 
     def timed(self, ms: float) -> None:
         clean = self._verified == self._ends_with
-        self._outputs.append((self._verified, self._reqs, self._tokens, ms if clean else 0.0))
+        seen = self._verified, self._reqs, self._tokens, ms if clean else 0.0
+        self._outputs.append((self._predicted, seen))
+        self._predicted = 0.0
         if len(self._outputs) > self._lagged:
-            self._gate.observe(*self._outputs.popleft())
+            predicted, (arm, reqs, tokens, ms) = self._outputs.popleft()
+            if self._gate.observe(arm, reqs, tokens, ms) and predicted:
+                self._lines[size_class(reqs)].add(predicted, ms)
 
     def _counts(self, trees: list[StepTree]) -> list[int]:
         """Nodes to verify of each request."""
         reqs, costs = len(trees), self._costs.tree_step_ms(len(trees))
-        size = size_class(reqs)
-        real, mean = self._gate.ms(Arm.TREE, reqs), self._predicted.get(size)
-        corrected = costs
-        if real is not None and mean is not None:
-            corrected = np.maximum(costs + real - mean, 0.1 * costs)
+        slope, offset = self._lines[size_class(reqs)]()
         scores = [tree.rho[: self._max_nodes] for tree in trees]
-        nodes = best_total(scores, corrected)
+        nodes = best_total(scores, np.maximum(slope * costs + offset, 0.5 * costs))
         before, self._wanted = self._wanted, (reqs, nodes)
         if self._lagged and before is not None and before[0] == reqs:
             nodes = min(before[1], sum(map(len, scores)))
-        ms = float(costs[reqs + nodes])
-        mean = self._predicted.setdefault(size, ms)
-        self._predicted[size] = mean + 0.1 * (ms - mean)
+        self._predicted = float(costs[reqs + nodes])
         return shares(scores, nodes)
 
 

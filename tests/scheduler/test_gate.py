@@ -174,10 +174,32 @@ def test_costs_that_change_are_found() -> None:
         assert machine.run(300)[best] > 270
 
 
+def test_an_arm_that_became_faster_is_found_at_its_next_trial() -> None:
+    """Its old times do not hide that: a step cannot be faster than it is."""
+    gate = Gate(BOTH)
+    for _ in range(20):
+        gate.observe(Arm.PLAIN, 1, 1, 1.0)
+        gate.observe(Arm.TREE, 1, 2, 3.0)
+    assert gate.choose(1) == Arm.PLAIN
+    gate.observe(Arm.TREE, 1, 2, 1.4)
+    assert gate.ms(Arm.TREE, 1) == pytest.approx(1.4)
+
+
+def test_one_lucky_copy_wins_no_steps() -> None:
+    """Of the first n-gram drafts one copies 16 tokens, the others nothing; trees yield 3.6."""
+    gate = Gate(ALL)
+    for tokens in (1, 1, 16, 1, 1):
+        gate.observe(Arm.NGRAM, 1, tokens, 1.1)
+        gate.observe(Arm.PLAIN, 1, 1, 1.0)
+        gate.observe(Arm.TREE, 1, 4, 1.8)
+        gate.choose(1)
+        assert gate.arm == Arm.TREE
+
+
 def test_text_whose_first_half_copies() -> None:
     tokens = {Arm.PLAIN: 1.0, Arm.NGRAM: 4.0, Arm.TREE: 4.2}
     machine = Machine(Gate(ALL), flat(plain=1.0, ngram=1.2, tree=2.0), tokens)
-    machine.run(200)
+    machine.run(400)
     assert machine.run(300)[Arm.NGRAM] > 240
     tokens[Arm.NGRAM] = 1.0
     tokens[Arm.TREE] = 2.6

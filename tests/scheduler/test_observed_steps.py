@@ -6,6 +6,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from vllm_bastion.attached import StepPlan
 from vllm_bastion.hooks.scheduler import _observe
 from vllm_bastion.scheduler.gate import Arm
@@ -20,8 +22,9 @@ class Told:
     def __init__(self) -> None:
         self.steps: list[tuple[Arm, int, int, int]] = []
 
-    def observe(self, arm: Arm, num_reqs: int, tokens: int, ms: float) -> None:
+    def observe(self, arm: Arm, num_reqs: int, tokens: int, ms: float) -> bool:
         self.steps.append((arm, num_reqs, tokens, round(ms)))
+        return ms > 0
 
 
 def step(verified: Arm, arm: Arm, emitted: list[int], prompt: int = 0) -> tuple[Any, Any]:
@@ -56,6 +59,11 @@ def test_only_steps_between_others_of_their_arm_are_timed() -> None:
     for ms, (scheduled, output), expected in steps:
         now += ms / 1e3
         told += [expected] if expected else []
-        _observe(state, scheduled, output, now)
+        _observe(state, scheduled, output, 3.0, now)
         assert state.gate.steps == told
         assert round(state.last.ms) == (expected[3] if expected else 0)
+    assert {key: line() for key, line in state.lines.items()} == {
+        (1, TREE): (1.0, pytest.approx(2 - 3.0)),
+        (0, PLAIN): (1.0, pytest.approx(4 - 3.0)),
+        (0, TREE): (1.0, pytest.approx(8 - 3.0)),
+    }

@@ -8,8 +8,8 @@ score rho, so this subclass gives it trees: with n nodes in R requests the step'
     (R + sum of the n best rho) / (draft(R) + verify(R + n))
 
 and the n best nodes of the batch are verified, which in every tree are its first ones. What steps
-of an arm really take, host and long contexts included, corrects the constant part of the divisor:
-the gate's time comes with the step (`StepPlan.step_ms`). The profile gives the slope.
+really take, host and long contexts included, corrects the divisor by a line that the scheduler
+fits to the steps' own times (`scheduler.step_line`); it comes with the step (`StepPlan.line`).
 
 Exact timing (a CPU, LoRA): the scores are those of the trees that are cut. Lagged (CUDA): the
 previous step's scores size the step, and the device gives the nodes to its own best trees
@@ -40,11 +40,11 @@ from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.scores import EarlierScores
 from vllm_bastion.platform import current_host
 from vllm_bastion.policy.cost import Estimator
-from vllm_bastion.scheduler.gate import Arm, size_class
+from vllm_bastion.scheduler.gate import Arm
 from vllm_bastion.versions import capabilities
 
-# Weight of a step in the mean of what the profile predicts.
-_WEIGHT = 0.1
+# A step costs at least this share of what the profile predicts.
+_LEAST = 0.5
 
 
 @dataclass(eq=False)
@@ -59,6 +59,7 @@ class CountedOutput(AsyncModelRunnerOutput):
     sources: np.ndarray | None
     expected: float
     verified: Arm
+    predicted_ms: float
 
     def get_output(self) -> ModelRunnerOutput:
         output = self.output.get_output()
@@ -71,7 +72,9 @@ class CountedOutput(AsyncModelRunnerOutput):
         sources: Sequence[int] = (
             () if self.sources is None else self.sources.sum(0).ravel().tolist()
         )
-        StepReport(num_verified, self.verified, self.expected, sources).attach(output)
+        StepReport(num_verified, self.verified, self.expected, sources, self.predicted_ms).attach(
+            output
+        )
         return output
 
     def get_kv_connector_output(self) -> Any:
@@ -128,10 +131,8 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         self._num_logits_np = np.zeros(1, dtype=np.int32)
         # The arms of the drafts that the current step verifies, and of those that were made last.
         self._verified = self._drafted = Arm.TREE
-        self._expected = 0.0  # accepted tokens expected of the current step
-        # By size class and arm: mean ms that the profile predicts for steps of decodes.
-        self._predicted: dict[tuple[int, Arm], float] = {}
-        self._unseen: tuple[tuple[int, Arm], np.ndarray] | None = None
+        # Accepted tokens expected of the current step, and its ms by the profile, 0 with prompts.
+        self._expected = self._predicted_ms = 0.0
         # With exact timing, log rho on the host: on a CPU the trees' own, else a copy of them, and
         # the event of its arrival.
         self._host_scores = self.trees.log_rho
@@ -208,13 +209,18 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         ranked = scores.flatten()
         ranked.sort()
         ranked = ranked[::-1][: min(int(self._limits.sum()), most)]
-        costs, emitting = self._step_ms(len(ranked)), len(self._slots)
+        predicted, emitting = self._step_ms(len(ranked)), len(self._slots)
+        slope, offset = self.runtime.plan.line
+        costs = np.maximum(slope * predicted + offset, _LEAST * predicted)
         expected = np.empty(1 + len(ranked))
         expected[0] = emitting
         expected[1:] = emitting + ranked.cumsum()
         total = int((expected[: len(costs)] / costs).argmax())
         self._expected = float(expected[total]) - emitting
-        self._remember(total)
+        if self._timed is not None:
+            self._timed = (self._timed[0] + total, *self._timed[1:])
+        elif self._num_rows == emitting:
+            self._predicted_ms = float(predicted[total])
         if self.lagged:
             return in_order(total, self._limits)
         # As many of the best as were chosen. Of equal scores, the first requests' win.
@@ -233,7 +239,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         return np.exp(log_rho.astype(np.float64))
 
     def _step_ms(self, nodes: int) -> np.ndarray:
-        """[nodes + 1] ms of the step with 0, 1, ... nodes.
+        """[nodes + 1] ms of the step with 0, 1, ... nodes, as it was profiled.
 
         Prompt tokens are computed in any case, so their time does not influence N*.
         """
@@ -251,23 +257,8 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         base = float(verify_ms[min(reqs, len(verify_ms) - 1)])
         if plan.verified == Arm.TREE:
             base += float(draft_ms[min(reqs, len(draft_ms) - 1)])
-        # What the profile says of these steps on average, and the gate of their real time.
-        key, corrected = (size_class(reqs), plan.verified), base
-        if self.estimator is None and plan.step_ms is not None and key in self._predicted:
-            corrected = max(base + plan.step_ms - self._predicted[key], 0.5 * base)
-        if rows == reqs:
-            self._unseen = key, base + added
-        costs: np.ndarray = corrected + added
-        return costs
-
-    def _remember(self, nodes: int) -> None:
-        """The step verifies so many nodes: add it to the mean of what the profile says."""
-        if self._timed is not None:
-            self._timed = (self._timed[0] + nodes, *self._timed[1:])
-        if self._unseen is not None:
-            (key, ms), self._unseen = self._unseen, None
-            mean = self._predicted.setdefault(key, float(ms[nodes]))
-            self._predicted[key] = mean + _WEIGHT * (float(ms[nodes]) - mean)
+        predicted: np.ndarray = base + added
+        return predicted
 
     def compact_batch(
         self,
@@ -330,9 +321,9 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             return output
         req_ids, self._req_ids = self._req_ids, []
         sources, self.runtime.sources = self.runtime.sources, None
-        expected, self._expected = self._expected, 0.0
-        counts = self._num_logits_np
-        return CountedOutput(output, req_ids, counts, sources, expected, self._verified)
+        numbers = self._expected, self._verified, self._predicted_ms
+        self._expected = self._predicted_ms = 0.0
+        return CountedOutput(output, req_ids, self._num_logits_np, sources, *numbers)
 
     def warm_up(self) -> None:
         """Compile the op that chooses the nodes."""

@@ -35,7 +35,7 @@ from vllm_bastion.hooks.slots import (
 from vllm_bastion.hooks.telemetry import record_of, send
 from vllm_bastion.logger import init_logger
 from vllm_bastion.platform import current_host
-from vllm_bastion.scheduler.gate import Arm, Gate
+from vllm_bastion.scheduler.gate import Arm, Gate, size_class
 from vllm_bastion.scheduler.state import Choice, LastStep, SchedulerState
 from vllm_bastion.telemetry.text import interval_line
 
@@ -121,7 +121,8 @@ class TreeScheduler(GrammarScheduler):
             scheduler_output.num_invalid_spec_tokens = unverified
         ran = scheduler_output.total_num_scheduled_tokens > 0
         if ran:
-            _observe(self.state, scheduler_output, model_runner_output, perf_counter())
+            predicted = report.predicted_ms
+            _observe(self.state, scheduler_output, model_runner_output, predicted, perf_counter())
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self.records:
             if ran:
@@ -162,6 +163,9 @@ class TreeScheduler(GrammarScheduler):
             verified=verified.arm,
             reason=verified.reason,
             step_ms=state.gate.ms(verified.arm, reqs) if verified.num_drafts else None,
+            line=state.lines[size_class(reqs), verified.arm]()
+            if verified.num_drafts
+            else StepPlan.line,
             ngram_tokens=state.gate.ngram_tokens(reqs) if self.sees_tokens else None,
             prompts_wait=choice.prompts_wait,
         )
@@ -212,8 +216,10 @@ class BastionAsyncScheduler(TreeScheduler, AsyncScheduler):
     """Schedules a step before the output of the last one has arrived."""
 
 
-def _observe(state: SchedulerState, scheduled: Any, output: Any, now: float) -> None:
-    """Let the gate observe a step whose output has arrived at `now`."""
+def _observe(
+    state: SchedulerState, scheduled: Any, output: Any, predicted_ms: float, now: float
+) -> None:
+    """Learn from a step whose output has arrived at `now`."""
     plan, last = StepPlan.of(scheduled), state.last
     reqs = len(scheduled.num_scheduled_tokens)
     nodes = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
@@ -223,7 +229,9 @@ def _observe(state: SchedulerState, scheduled: Any, output: Any, now: float) -> 
     tokens = sum(map(len, output.sampled_token_ids))
     clean = last.arm == plan.arm == plan.verified
     ms = (now - last.time) * 1e3 if clean else 0.0
-    state.gate.observe(plan.verified, reqs, tokens, ms)
+    counts = state.gate.observe(plan.verified, reqs, tokens, ms)
+    if counts and predicted_ms > 0.0:
+        state.lines[size_class(reqs), plan.verified].add(predicted_ms, ms)
     state.last = LastStep(now, plan.arm, ms)
 
 

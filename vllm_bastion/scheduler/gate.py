@@ -30,7 +30,9 @@ _ALLOWANCE, _TRIAL, _APART = 1 / 128, 2, 16
 # The first trial of an arm after it was measured does not ask what it loses, after so many steps.
 _FREE, _WAIT = 1, 128
 # Weight of a request's tokens in y, and the most of one step's tokens.
-_WEIGHT, _MOST_WEIGHT = 0.06, 0.25
+_WEIGHT, _MOST_WEIGHT = 0.03, 0.25
+# Steps that each find nothing, as which n-gram drafts start: one lucky copy must not win a trial.
+_PRIOR = 8
 # Steps with drafts from which y of an arm is trusted.
 _TRUSTED = 2
 # A time above this multiple of the median is an outlier: the process may have been stopped.
@@ -48,12 +50,12 @@ class Arm(IntEnum):
 class _Yield:
     """Mean tokens per request and step of one arm."""
 
-    def __init__(self) -> None:
-        self.mean, self.steps = 1.0, 0
+    def __init__(self, prior: int) -> None:
+        self.mean, self.steps, self._prior = 1.0, 0, prior
 
     def add(self, tokens: float, num_reqs: int) -> None:
         self.steps += 1
-        weight = max(1.0 / self.steps, min(_WEIGHT * num_reqs, _MOST_WEIGHT))
+        weight = max(1.0 / (self.steps + self._prior), min(_WEIGHT * num_reqs, _MOST_WEIGHT))
         self.mean += weight * (tokens - self.mean)
 
 
@@ -68,7 +70,7 @@ class Gate:
         self.arms = tuple(arms)
         self.arm = self.arms[-1]
         self.reason = "no measurement yet"
-        self._yields = {arm: _Yield() for arm in self.arms}
+        self._yields = {arm: _Yield(_PRIOR * (arm == Arm.NGRAM)) for arm in self.arms}
         self._times: dict[tuple[int, Arm], deque[float]] = {}
         # By size class: milliseconds of the arms that it has measured.
         self._ms: dict[int, dict[Arm, float]] = {}
@@ -82,8 +84,8 @@ class Gate:
 
     # ---- what steps showed ---------------------------------------------------------------
 
-    def observe(self, arm: Arm, num_reqs: int, tokens: int, ms: float) -> None:
-        """The output of a step without prompt tokens has arrived.
+    def observe(self, arm: Arm, num_reqs: int, tokens: int, ms: float) -> bool:
+        """The output of a step without prompt tokens has arrived. Returns whether its time counts.
 
         Args:
             arm: what the step verified.
@@ -93,18 +95,21 @@ class Gate:
                 with `arm`, too, or if a prompt was in either.
         """
         if arm not in self.arms:  # the last steps of replies with a fixed budget
-            return
+            return False
         if arm != Arm.PLAIN:
             self._yields[arm].add(tokens / num_reqs, num_reqs)
         if not 0.0 < ms < float("inf"):
-            return
+            return False
         size = size_class(num_reqs)
         times = self._times.setdefault((size, arm), deque(maxlen=_SAMPLES))
+        if arm != self.arm and times and ms * _MOST_SLOWER < _typical(times):
+            times.clear()  # the arm has become faster since it was in use
         times.append(ms)
         typical = self._ms.setdefault(size, {})[arm] = _typical(times)
         share = _ALLOWANCE / max(len(self.arms) - 1, 1)
         for each in self.arms:
             self._allowance[each] += share * typical
+        return ms <= _MOST_SLOWER * typical
 
     def ms(self, arm: Arm, num_reqs: int) -> float | None:
         """Milliseconds of a step of `arm` with so many requests; None if they are unknown.

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from vllm_bastion.scheduler.gate import Arm, Gate
+from vllm_bastion.scheduler.step_line import StepLine
 from vllm_bastion.telemetry.collector import Collector
 
 
@@ -48,5 +50,9 @@ class SchedulerState:
     """Number of running requests at which the waiting ones did not fit into the KV cache."""
     blocked_for: int = 0
     """Steps for which this is believed: something else may have held them up."""
+    lines: defaultdict[tuple[int, Arm], StepLine] = field(
+        default_factory=lambda: defaultdict(StepLine)
+    )
+    """By size class and arm: what steps take over what the profile predicts."""
     collector: Collector = field(default_factory=Collector)
     """Adds up the records of steps."""

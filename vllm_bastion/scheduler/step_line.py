@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What steps really take, against the profile of the start. Knows no vLLM."""
+
+from __future__ import annotations
+
+# Weight of a step in the means; variance of predictions over their squared mean from which
+# they say more of the slope than 1 does; limits of the slope.
+_LINE_WEIGHT, _DOUBT, _SLOPES = 0.04, 0.005, (0.5, 2.0)
+
+
+class StepLine:
+    """What steps take over what the profile predicts: the least squares line of recent steps.
+
+    Its slope stays near 1 while predictions are alike, as with a fixed number of nodes.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._predicted = self._ms = 0.0  # means
+        self._variance = self._covariance = 0.0
+
+    def add(self, predicted_ms: float, ms: float) -> None:
+        """A step took `ms`."""
+        self._steps += 1
+        weight = max(1.0 / self._steps, _LINE_WEIGHT)
+        x, y = predicted_ms - self._predicted, ms - self._ms
+        self._predicted += weight * x
+        self._ms += weight * y
+        self._variance = (1.0 - weight) * (self._variance + weight * x * x)
+        self._covariance = (1.0 - weight) * (self._covariance + weight * x * y)
+
+    def __call__(self) -> tuple[float, float]:
+        """Slope and offset in ms; (1, 0) before the first step."""
+        if not self._steps:
+            return 1.0, 0.0
+        doubt = _DOUBT * self._predicted**2
+        slope = (self._covariance + doubt) / (self._variance + doubt)
+        slope = min(max(slope, _SLOPES[0]), _SLOPES[1])
+        return slope, self._ms - slope * self._predicted
