@@ -37,7 +37,9 @@ def install(spec: dict[str, Any]) -> None:
 
     observe, seconds = scheduler._observe, [0.0]
 
-    def observe_at_these_costs(state: Any, scheduled: Any, output: Any, _: float) -> None:
+    def observe_at_these_costs(
+        state: Any, scheduled: Any, output: Any, predicted_ms: float, _: float
+    ) -> None:
         report = scheduler.StepReport.find(output)
         drafts = scheduled.scheduled_spec_decode_tokens.values()
         rows = scheduled.total_num_scheduled_tokens - sum(map(len, drafts))
@@ -46,7 +48,7 @@ def install(spec: dict[str, Any]) -> None:
         if scheduler.StepPlan.of(scheduled).arm == Arm.TREE:
             ms += costs["draft"]
         seconds[0] += ms / 1e3
-        observe(state, scheduled, output, seconds[0])
+        observe(state, scheduled, output, predicted_ms, seconds[0])
 
     profile._time = curves  # type: ignore[assignment]
     scheduler._observe = observe_at_these_costs
