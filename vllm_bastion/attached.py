@@ -8,7 +8,7 @@ of a record that must be there uses `of`, which raises.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -67,6 +67,8 @@ class StepPlan(AttachedRecord):
     """Tokens per request from which n-gram drafts alone are as fast as trees."""
     prompts_wait: bool = False
     """Whether nothing is drafted because prompts fill the next step."""
+    ngram_groups: dict[str, int] = field(default_factory=dict)
+    """Of the requests that come in: those of one group see each other's replies."""
 
 
 @dataclass

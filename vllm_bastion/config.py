@@ -55,6 +55,9 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     bastion_lookup: bool = True
     """N-gram drafts (prompt lookup): what followed the same words earlier, in the prompt or the
     reply, is a branch of the tree; never with `bastion_top_k` 1."""
+    bastion_ngram_cache: Annotated[int, Field(ge=0, le=2**24)] = 0
+    """Tokens of ended replies that are kept: n-gram drafts come from them, too, for requests with
+    the same `cache_salt` and adapter."""
     bastion_budget_timing: Literal["auto", "exact", "lagged"] = "auto"
     """exact: a step is sized by its own scores, for which the host waits. lagged: by the previous
     step's. auto: lagged on CUDA, exact on a CPU or with LoRA."""

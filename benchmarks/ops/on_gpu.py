@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from bastion_kernels import find_ngram
-from bastion_kernels.draft.find_ngram import LONGEST
+from bastion_kernels import find_ngram, ngram_table
+from bastion_kernels.draft.ngram_table import LONGEST
 from benchmarks.ops.attention import attention_case
-from benchmarks.ops.checks import check_op
 from benchmarks.ops.sizes import QWEN3_8B, SMALL, Model
 from benchmarks.ops.step import step_cases
 from benchmarks.ops.timing import FA3, Bar, Case, Entry
@@ -25,26 +24,28 @@ _HEADS = {64: (64, 8), 128: (32, 8), 256: (16, 2)}
 _ATTENTION_RATIO = 1.15
 
 
-def find_copy_case(reqs: int, length: int, most: int, on_host: bool, device: str) -> Case:
-    """The n-gram drafts of requests of `length` tokens, in rows for `most`."""
+def find_ngram_case(reqs: int, length: int, most: int, on_host: bool, device: str) -> Case:
+    """Requests of `length` tokens, in rows for `most`: 8 tokens are added, and 8 are found."""
     from vllm.v1.worker.gpu.buffer_utils import UvaBuffer
 
     g = torch.Generator().manual_seed(length)
     text = torch.randint(1000, (reqs, length), generator=g, dtype=torch.int32)
-    for row in text:  # an end of eight tokens that occurs before
-        row[length // 2 : length // 2 + 8] = row[-8:]
+    text[:, length // 2 : length // 2 + 8] = text[:, -8:]  # the end occurs before
     buffer = UvaBuffer((reqs, most), torch.int32)
     buffer.cpu[:, :length] = text
-    history = buffer.uva() if on_host else buffer.cpu.to(device)
-    lengths = torch.full((reqs,), length, dtype=torch.int32, device=device)
-    last = torch.zeros(reqs, 3, dtype=torch.int32, device=device)
-    counts = torch.zeros(2, LONGEST + 1, dtype=torch.int32, device=device)
-    found, slots = torch.zeros(reqs, dtype=torch.int64, device=device), torch.arange(reqs)
-    args = history, lengths, slots.to(device), last, counts, found
+    ints = partial(torch.zeros, dtype=torch.int32, device=device)
+    longs = partial(torch.zeros, dtype=torch.int64, device=device)
+    last, found, table = ints(reqs, 3), longs(reqs), ngram_table(reqs * most, torch.device(device))
+    args = (
+        buffer.uva() if on_host else buffer.cpu.to(device), ints(reqs) + length,
+        torch.arange(reqs, device=device), last, ints(2, 2 * (LONGEST + 1)), longs(reqs), ints(1),
+        longs(1), table, longs(1) + 1, found, ints(reqs, 31),
+    )  # fmt: skip
 
     def check() -> None:
-        check_op(find_ngram, args, ())
-        assert int(found.min()) >> 32 >= 8, "no request repeats itself"
+        find_ngram(*args)
+        assert set(found.tolist()) == {17 << 32 | length // 2 + 8}
+        last[:, 2] = length - 8
 
     return Case(check, [partial(find_ngram, *args)] * 5)
 
@@ -69,9 +70,9 @@ def gpu_cases(model: Model = QWEN3_8B, device: str = "cuda") -> list[Entry]:
         name = f"attention {heads}/{kv_heads} heads of {dim}, R=8"
         add("heads", name, attention_case, shape, 8, nodes, context, device)
     for reqs in (2,) if small else (1, 16, 64):
-        for length in (40,) if small else (1024, 8192):
+        for length in (40,) if small else (1024, 32768, 131072):
             for on_host in (False, True):
                 name = f"n-grams in {length} tokens, R={reqs}, {'host' if on_host else 'device'}"
-                most = 64 if small else 40960
-                add("find_ngram", name, find_copy_case, reqs, length, most, on_host, device)
+                most = 64 if small else 131072
+                add("find_ngram", name, find_ngram_case, reqs, length, most, on_host, device)
     return found

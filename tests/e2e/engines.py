@@ -158,7 +158,7 @@ class Batch:
 
     def add(self, name: str, prompt: str | list[int], **params: Any) -> None:
         """Append a request; `Session.run` explains the keys that are no sampling parameters."""
-        own = ("arrive", "abort_after", "follow", "images", "lora")
+        own = ("arrive", "abort_after", "follow", "images", "lora", "cache_salt")
         given = {key: params.pop(key) for key in own if key in params}
         self.requests.append({"id": name, "prompt": prompt, **given, "params": params})
 

@@ -197,8 +197,8 @@ class Session:
                 optional `arrive` (engine step at which it is added, default 0), `abort_after`
                 (tokens after which it is aborted), `follow` ({`id`, `tokens`}: use that earlier
                 request's prompt and its first `tokens` tokens as the prompt), `images` ([height,
-                width] of each image that token ids have a place for) and `lora` ([name, number,
-                folder] of an adapter).
+                width] of each image that token ids have a place for), `cache_salt` (with token ids)
+                and `lora` ([name, number, folder] of an adapter).
         """
         before, forwards = self.metrics(), self.forwards
         free_before = self.free_blocks()
@@ -257,6 +257,8 @@ class Session:
             prompt = earlier["prompt_token_ids"] + made
         if not isinstance(prompt, str):
             prompt = {"prompt_token_ids": prompt}
+            if "cache_salt" in request:
+                prompt["cache_salt"] = request["cache_salt"]
             if "images" in request:
                 prompt["multi_modal_data"] = {"image": list(map(_image, request["images"]))}
         result = {"token_ids": [], "chunks": [], "text": "", "finish_reason": None, "error": None}

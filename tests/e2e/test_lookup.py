@@ -84,3 +84,16 @@ def test_a_fixed_budget_with_and_without_lookup(compare: Comparison, tmp_path: P
     assert sum(accepted.values()) == metrics["spec_decode_num_accepted_tokens"]
     assert not any(by_source(without, "nodes").values())
     assert mixed["batches"][0]["forwards"] <= without["batches"][0]["forwards"]
+
+
+@pytest.mark.parametrize("mode", ["sync", slow("async")])
+def test_replies_to_other_requests_of_one_tenant(compare: Comparison, mode: str) -> None:
+    prompt = cases.long_prompt("chat", 50)
+    batches = [Batch(f"the same prompt, of {salt}") for salt in ("one", "two", "one")]
+    for i, batch in enumerate(batches):
+        batch.add(f"kept-{i}", prompt, temperature=0, max_tokens=96, ignore_eos=True,
+                  cache_salt=batch.case[-3:])  # fmt: skip
+    tree = PLAIN.with_bastion(16, 16, ngram_cache=4096).with_async(mode == "async")
+    _, done = compare.both(f"kept replies, {mode}", batches, PLAIN, tree)
+    first, stranger, again = (batch["forwards"] for batch in done["batches"])
+    assert again < 0.7 * stranger and first == pytest.approx(stranger, rel=0.2)

@@ -94,13 +94,19 @@ def copies(
     _, parents, _, _, lengths = trees
     history = torch.zeros(len(lengths), 131_072, dtype=torch.int32)
     last = torch.zeros(len(lengths), 3, dtype=torch.int32)
-    counts, found = torch.zeros(2, 33, dtype=torch.int32), lengths.long()
-    ops.find_ngram.triton(history, lengths, slots, last, counts, found)
+    counts, found = torch.zeros(2, 66, dtype=torch.int32), lengths.long()
+    table, clock, drafts = ops.ngram_table(1 << 20, history.device), found[:1], history[:, :31]
+    ring = torch.zeros(4096, dtype=torch.int32)
+    kept = ring, ring.long()
+    ops.find_ngram.triton(
+        history, lengths, slots, last, counts, found, *kept, table, clock, found, drafts
+    )
+    ops.keep_replies.triton(history, lengths, lengths, found, slots, *kept, clock, table, clock)
     tokens = torch.zeros(reqs, 31, dtype=torch.int32)
     ngram = tokens, tokens, torch.zeros(reqs, 31, width + 1)
     arrived = torch.zeros(1, dtype=torch.int32)
     ops.mix_ngram.triton(
-        history, lengths, slots, found, last, counts, ops.ngram_priors(), arrived, candidates,
+        drafts, lengths, slots, found, last, counts, ops.ngram_priors(), arrived, candidates,
         logprobs, *ngram, torch.zeros(len(lengths)),
     )  # fmt: skip
     ops.expand_best_first.triton(candidates, logprobs, top_k, slots, *trees, *ngram, parents)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bastion_kernels.draft.find_ngram import LONGEST
+from bastion_kernels.draft.ngram_table import LONGEST
 from vllm_bastion.policy.ngram import NgramDrafts
 
 DEPTH, WIDTH, SLOTS = 9, 3, 5
@@ -27,8 +27,8 @@ def test_what_copies_promise_is_known_before_they_are_mixed() -> None:
         history[slot, : len(text)] = torch.tensor(text)
         lengths[slot] = len(text)
     copies = NgramDrafts(history, lengths, DEPTH, 16)
-    copies.counts[0] = torch.arange(LONGEST + 1)
-    copies.counts[1] = torch.arange(LONGEST + 1) // 2
+    copies.counts[0] = torch.arange(LONGEST + 1).repeat(2)
+    copies.counts[1] = copies.counts[0] // 2
     copies.find(slots)
     most = np.array([DEPTH, 4, DEPTH, DEPTH])
     told = copies.expected(slots.numpy(), np.full(4, DEPTH))
@@ -58,3 +58,38 @@ def test_copies_that_were_given_up_are_judged_too() -> None:
         copies.find(slots)
         judged.append(copies.counts)
     assert judged[0].sum() == 1 and torch.equal(*judged)
+
+
+def test_replies_are_kept_for_requests_of_their_group() -> None:
+    history = torch.zeros(3, 64, dtype=torch.int32)
+    lengths, every = torch.zeros(3, dtype=torch.int32), np.arange(3)
+    copies = NgramDrafts(history, lengths, DEPTH, 16, num_kept=100)
+
+    def begin(slot: int, group: int, tokens: list[int]) -> None:
+        history[slot, : len(tokens)], lengths[slot] = torch.tensor(tokens).int(), len(tokens)
+        copies.restart(slot, f"request {slot}", group, 2)
+
+    def told() -> list[bool]:
+        found = copies.expected(every, np.full(3, DEPTH)) > 0
+        copies.give_up(torch.from_numpy(every))
+        return list(found)
+
+    for slot, group in enumerate((5, 6, 0)):
+        begin(slot, group, [1, 2, *range(100 * slot, 100 * slot + 20)])
+    for slot, ended in enumerate((True, False, True)):  # 1: preempted; 2: of no group
+        copies.leave(f"request {slot}", ended)
+    ends = [7, 8, 9], [107, 108, 109], [207, 208, 209]
+    for groups, end, found in (
+        ((5, 6, 0), ends[0], [True, False, False]),
+        ((5, 6, 0), ends[1], [False] * 3),
+        ((5, 6, 0), ends[2], [False] * 3),
+        ((5, 5, 5), [1, 2, 0], [False] * 3),  # the prompt is not kept
+        ((5, 5, 5), ends[0], [True] * 3),
+    ):
+        for slot, group in enumerate(groups):
+            begin(slot, group, end)
+        assert told() == found
+    copies.forget()
+    for slot in range(3):
+        begin(slot, 5, ends[0])
+    assert told() == [False] * 3

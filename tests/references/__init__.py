@@ -17,7 +17,7 @@ from tests.references.gated_delta import (
 )
 from tests.references.history import ancestor_tokens, mask_bad_words, penalise_ancestors
 from tests.references.inputs import draft_inputs
-from tests.references.lookup import find_ngram, mix_ngram
+from tests.references.lookup import find_ngram, keep_replies, mix_ngram
 from tests.references.rows import bind_slots, context_rows
 from tests.references.state_blocks import find_commits, find_states
 from tests.references.take_best import take_best
@@ -39,6 +39,7 @@ __all__ = [
     "gated_delta_commit",
     "gated_delta_tree",
     "gather_rows",
+    "keep_replies",
     "mask_bad_words",
     "merge_topk",
     "mix_ngram",

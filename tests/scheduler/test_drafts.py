@@ -86,6 +86,32 @@ def test_the_arms_of_an_engine() -> None:
     assert _arms(scheduler) == (Arm.PLAIN, Arm.TREE)
 
 
+def test_requests_of_one_salt_and_adapter_see_each_others_replies() -> None:
+    chosen = settings()
+    adapters = {None: None, "x": SimpleNamespace(lora_name="x")}
+    kinds = [(salt, name) for salt in (None, "s", "t") for name in adapters] * 2
+    requests = {f"r{i}": new_request(cache_salt=salt) for i, (salt, _) in enumerate(kinds)}
+    core = new_core(config=chosen, **requests)
+
+    def groups() -> list[int]:
+        new = [
+            SimpleNamespace(req_id=f"r{i}", lora_request=adapters[name])
+            for i, (_, name) in enumerate(kinds)
+        ]
+        output = SimpleNamespace(scheduled_new_reqs=new, total_num_scheduled_tokens=9)
+        call(core, "schedule", lambda _: output, False)
+        found = StepPlan.of(output).ngram_groups
+        return [found[f"r{i}"] for i in range(len(kinds))] if found else []
+
+    assert groups() == [], "nothing is kept"
+    chosen.bastion_ngram_cache = 100
+    first, again = groups(), groups()
+    assert first == again and all(0 < group < 1 << 63 for group in first)
+    assert first[:6] == first[6:] and len(set(first)) == 6
+    call(core, "reset_prefix_cache", lambda: True)
+    assert not set(groups()) & set(first)
+
+
 # --- prompts ----------------------------------------------------------------------------------
 
 

@@ -71,7 +71,8 @@ class BastionSpeculator(DFlashSpeculator):
         self.req_states = req_states
         spec_config = settings_of(vllm_config)
         if spec_config.bastion_lookup:
-            self.trees.look_up(req_states.all_token_ids.gpu, req_states.total_len.gpu)
+            history, lengths = req_states.all_token_ids.gpu, req_states.total_len.gpu
+            self.trees.look_up(history, lengths, spec_config.bastion_ngram_cache)
         # The runner reads this from the speculator, not from the config, to create the manager
         # that trims the scheduled placeholders to N*.
         self.enable_adaptive_verification = True

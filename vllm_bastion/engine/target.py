@@ -57,7 +57,9 @@ class BastionModelState(DefaultModelState):
         nodes = request_budget(new_req_data.sampling_params, self.trees.num_nodes)
         self.trees.node_limits_host[req_index] = nodes
         if self.trees.ngram is not None:
-            self.trees.ngram.restart(req_index)
+            request, begin = new_req_data.req_id, new_req_data.prompt_len
+            group = self.runtime.plan.ngram_groups.get(request, 0)
+            self.trees.ngram.restart(req_index, request, group, begin)
 
     # ---- the target's forward -----------------------------------------------------------
 
@@ -164,10 +166,12 @@ class BastionModelState(DefaultModelState):
 
         From now on its blocks may belong to another request.
         """
+        scheduled = self.runtime.scheduled
+        ended = scheduled is not None and req_id in scheduled.finished_req_ids
         if self.runtime.context is not None:
-            scheduled = self.runtime.scheduled
-            ended = scheduled is not None and req_id in scheduled.finished_req_ids
             self.runtime.context.leave(req_id, self._caches_prefixes or not ended)
+        if self.trees.ngram is not None:
+            self.trees.ngram.leave(req_id, ended)
         super().remove_request(req_id)
 
     # ---- after the target's forward -----------------------------------------------------

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from itertools import repeat
 from operator import sub
+from secrets import token_bytes
 from time import perf_counter
 from typing import Any
 
@@ -78,6 +79,11 @@ class TreeScheduler(GrammarScheduler):
         super().add_request(request)
         if request.spec_decode_metrics is not None:
             request.spec_decode_metrics = TreeRequestMetrics.new(self.settings.max_chain_tokens)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Let requests that come from now on see no earlier reply either."""
+        self.state.ngram_key = token_bytes(32)
+        return bool(super().reset_prefix_cache(*args, **kwargs))
 
     def make_spec_decoding_stats(
         self,
@@ -181,6 +187,12 @@ class TreeScheduler(GrammarScheduler):
             # The requests most likely wait for the KV cache, until another one leaves. With a
             # longer interval vLLM holds them back in most steps.
             state.blocked_at, state.blocked_for = len(self.running), _BLOCKED_FOR
+        if self.settings.bastion_ngram_cache:
+            for new in output.scheduled_new_reqs:
+                request, adapter = self.requests[new.req_id], new.lora_request
+                name = None if adapter is None else adapter.lora_name
+                group = state.ngram_group(request.cache_salt, name)
+                plan.ngram_groups[new.req_id] = group
         plan.attach(output)
         return output
 

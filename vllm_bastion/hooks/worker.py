@@ -76,7 +76,11 @@ class BastionWorker(Worker):
         return loading_drafter(self.get_draft_model(), settings_of(self.vllm_config).method)
 
     def _weights_changed(self) -> None:
+        from vllm_bastion.engine.runtime import runtime_of
         from vllm_bastion.engine.weights import weights_changed
 
         with set_current_vllm_config(self.vllm_config):
             weights_changed(self.model_runner.get_model(), self.get_draft_model())
+        ngram = runtime_of(self.vllm_config).trees.ngram
+        if ngram is not None:
+            ngram.forget()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The n-gram drafts of all requests, in buffers that live as long as the engine.
 
-The longest suffix of a request's text that occurs earlier in it is looked up
-(`bastion_kernels.draft.find_ngram`). What follows the latest occurrence, the n-gram draft, becomes
-a branch of the request's tree. A tree still depends only on the drafter and the emitted text, so
-verification stays exact.
+The longest suffix of a request's text that occurs earlier in it, or in replies to other requests of
+its group, is looked up (`bastion_kernels.draft.find_ngram`). What follows the latest occurrence,
+the n-gram draft, becomes a branch of the request's tree. A tree still depends only on the drafter
+and on emitted text, so verification stays exact.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import torch
 
 from bastion_kernels import (
     find_ngram,
+    keep_replies,
     mix_ngram,
     ngram_chances,
     ngram_priors,
+    ngram_table,
 )
+from bastion_kernels.draft.ngram_table import LONGEST
 
 
 class NgramDrafts:
@@ -28,10 +31,16 @@ class NgramDrafts:
         lengths: [S] int32, number of these tokens.
         depth: most tokens of an n-gram draft.
         num_nodes: N.
+        num_kept: tokens of other requests' replies that are kept.
     """
 
     def __init__(
-        self, history: torch.Tensor, lengths: torch.Tensor, depth: int, num_nodes: int
+        self,
+        history: torch.Tensor,
+        lengths: torch.Tensor,
+        depth: int,
+        num_nodes: int,
+        num_kept: int = 0,
     ) -> None:
         slots, device = len(lengths), lengths.device
 
@@ -40,7 +49,16 @@ class NgramDrafts:
 
         self.history, self.lengths, self.depth = history, lengths, depth
         self._found = zeros(slots, dtype=torch.int64)
-        self._last = zeros(slots, 3)
+        self._last, self._drafts = zeros(slots, 3), zeros(slots, depth)
+        self._table: torch.Tensor | None = None
+        self._clock = torch.ones(1, dtype=torch.int64, device=device)
+        # The last replies, and the group that each token belongs to.
+        self._num_kept, self._slots = num_kept, torch.arange(slots, device=device)
+        self._ring, self._ring_groups = zeros(1), zeros(1, dtype=torch.int64)
+        self._head = zeros(1, dtype=torch.int64)
+        # By slot, where they are kept: the request's group, and where its reply begins.
+        self._groups, self._begins = zeros(slots, dtype=torch.int64), zeros(slots)
+        self._slot_of: dict[str, int] = {}
         self._priors = ngram_priors(device)
         # Trials and successes by match length, of all requests.
         self.counts = zeros(2, len(self._priors))
@@ -55,13 +73,67 @@ class NgramDrafts:
         # [S, N] of every node: 1 the drafter's, 2 of the n-gram draft alone, 3 of both.
         self.sources = zeros(slots, num_nodes)
 
-    def restart(self, slot: int) -> None:
-        """A new request takes the slot."""
-        self._last[slot, 1] = 0
+    def restart(self, slot: int, request: str = "", group: int = 0, begin: int = 0) -> None:
+        """A new request takes the slot.
+
+        group: of those whose replies it may see, and that see its own; 0 for none. begin: where its
+        reply begins.
+        """
+        self._last[slot] = 0
+        if self._num_kept:
+            self._groups[slot], self._begins[slot] = group, begin
+            self._slot_of[request] = slot
+
+    def leave(self, request: str, ended: bool) -> None:
+        """A request gives up its slot. Its reply is kept if it has ended."""
+        slot = self._slot_of.pop(request, None)
+        if slot is None or not ended:
+            return
+        table = self._allocate()
+        keep_replies(
+            self.history,
+            self.lengths,
+            self._begins,
+            self._groups,
+            self._slots[slot : slot + 1],
+            self._ring,
+            self._ring_groups,
+            self._head,
+            table,
+            self._clock,
+        )
+
+    def forget(self) -> None:
+        """Drop the replies that are kept."""
+        self._ring_groups.zero_()
+
+    def _allocate(self) -> torch.Tensor:
+        """The table. Made in vLLM's profiling run, as the ring is, so that memory is counted."""
+        if self._table is None:
+            device = self.lengths.device
+            self._table = ngram_table(self.history.numel() + self._num_kept, device)
+            if self._num_kept:
+                self._ring = self._ring.new_zeros(self._num_kept)
+                self._ring_groups = self._ring_groups.new_zeros(self._num_kept)
+        return self._table
 
     def find(self, slots: torch.Tensor) -> None:
         """Find the n-gram drafts of the requests in `slots`, [R], before `mix` does."""
-        find_ngram(self.history, self.lengths, slots, self._last, self.counts, self._found)
+        table = self._allocate()
+        find_ngram(
+            self.history,
+            self.lengths,
+            slots,
+            self._last,
+            self.counts,
+            self._groups,
+            self._ring,
+            self._ring_groups,
+            table,
+            self._clock,
+            self._found,
+            self._drafts,
+        )
         self._is_found = True
 
     def give_up(self, slots: torch.Tensor) -> None:
@@ -73,7 +145,6 @@ class NgramDrafts:
         last[rows, 0] = found[rows] & 0xFFFFFFFF
         last[rows, 1] = found[rows] >> 32
         last[rows, 2] = self.lengths.numpy()[rows]
-        found[rows] = 0
         self._is_found = False
 
     def expected(self, slots: np.ndarray, most: np.ndarray) -> np.ndarray:
@@ -83,13 +154,14 @@ class NgramDrafts:
         """
         if not self._is_found:
             self.find(torch.from_numpy(slots))
-        matches = self._found.numpy()[slots] >> 32
-        if not matches.any():
+        codes = self._found.numpy()[slots] >> 32
+        if not codes.any():
             return np.zeros(len(slots))
         chances = ngram_chances(self.counts.numpy(), self._priors.numpy())
-        lengths = np.minimum(matches[:, None] + self._depths, len(chances) - 1)
+        lengths = np.minimum((codes >> 1)[:, None] + self._depths, LONGEST)
+        lengths += np.where(codes & 1, 0, LONGEST + 1)[:, None]
         scores = chances[lengths].cumprod(axis=1)
-        scores[(matches == 0)[:, None] | (self._depths >= most[:, None])] = 0.0
+        scores[(codes == 0)[:, None] | (self._depths >= most[:, None])] = 0.0
         expected: np.ndarray = scores.sum(axis=1)
         return expected
 
@@ -121,12 +193,13 @@ class NgramDrafts:
             buffer.view(-1)[: reqs * depth].view(reqs, depth)
             for buffer in (self.tokens, self.places)
         )
-        text = self.history, self.lengths, slots
         if not self._is_found:
-            find_ngram(*text, self._last, self.counts, self._found)
+            self.find(slots)
         self._is_found = False
         mix_ngram(
-            *text,
+            self._drafts,
+            self.lengths,
+            slots,
             self._found,
             self._last,
             self.counts,

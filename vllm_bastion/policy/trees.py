@@ -97,9 +97,9 @@ class Trees:
 
         self._set_top_k(top_k)
 
-    def look_up(self, history: torch.Tensor, lengths: torch.Tensor) -> None:
+    def look_up(self, history: torch.Tensor, lengths: torch.Tensor, num_kept: int = 0) -> None:
         """Give trees branches of n-gram drafts, see `NgramDrafts`."""
-        self.ngram = NgramDrafts(history, lengths, self.depth, self.num_nodes)
+        self.ngram = NgramDrafts(history, lengths, self.depth, self.num_nodes, num_kept)
 
     def use_chains(self) -> None:
         """Draft chains only. Must be called before the first forward pass, dummy or captured."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
+from secrets import token_bytes
 from typing import NamedTuple
 
 from vllm_bastion.scheduler.gate import Arm, Gate
@@ -56,3 +59,11 @@ class SchedulerState:
     """By size class and arm: what steps take over what the profile predicts."""
     collector: Collector = field(default_factory=Collector)
     """Adds up the records of steps."""
+    ngram_key: bytes = field(default_factory=partial(token_bytes, 32))
+    """A new one ends all groups of requests that see each other's replies."""
+
+    def ngram_group(self, salt: str | None, adapter: str | None) -> int:
+        """The group, not 0, of requests with this `cache_salt` and adapter."""
+        words = repr((salt, adapter)).encode()
+        digest = blake2b(words, digest_size=8, key=self.ngram_key).digest()
+        return int.from_bytes(digest, "big") >> 1 | 1

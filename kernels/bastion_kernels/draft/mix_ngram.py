@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from bastion_kernels.draft.best_first import ReadsCandidates
-from bastion_kernels.draft.find_ngram import LONGEST
+from bastion_kernels.draft.ngram_table import LONGEST
 from bastion_kernels.op import padded, public
 from bastion_kernels.triton_or_none import tl, triton
 
@@ -38,13 +38,13 @@ _Array = TypeVar("_Array", Tensor, np.ndarray)
 
 
 def ngram_priors(device: torch.device | None = None) -> Tensor:
-    """`[33]` fp32: w by match length before any trial."""
+    """`[66]` fp32: w by match length before any trial, in own text and in others'."""
     rest = [0.97] * (LONGEST + 1 - len(_PRIOR))
-    return torch.tensor([*_PRIOR, *rest], dtype=torch.float32, device=device)
+    return torch.tensor(2 * [*_PRIOR, *rest], dtype=torch.float32, device=device)
 
 
 def ngram_chances(counts: _Array, priors: _Array) -> _Array:
-    """`[33]`: w by match length. counts: `[2, 33]` trials and successes; priors: `[33]`.
+    """`[66]`: w by match length. counts: `[2, 66]` trials and successes; priors: `[66]`.
 
     Of tensors or of NumPy's arrays.
     """
@@ -54,7 +54,7 @@ def ngram_chances(counts: _Array, priors: _Array) -> _Array:
 
 @triton.jit(do_not_specialize=["R"])
 def _mix_kernel(
-    history,
+    drafts,
     lengths,
     slots,
     found,
@@ -69,7 +69,7 @@ def _mix_kernel(
     ngram_rows,
     expected,
     R,
-    stride_history_s,
+    stride_drafts_s,
     stride_candidates_r,
     stride_candidates_d,
     stride_candidates_m,
@@ -96,19 +96,18 @@ def _mix_kernel(
     slot = tl.load(slots + i_r)
     if slot >= 0:
         key = tl.load(found + slot)
-        tl.store(found + slot, 0)
-        start, match = (key & 0xFFFFFFFF).to(tl.int32), (key >> 32).to(tl.int32)
+        start, code = (key & 0xFFFFFFFF).to(tl.int32), (key >> 32).to(tl.int32)
+        match = code >> 1
         length = tl.load(lengths + slot)
         tl.store(last + 3 * slot, start)
-        tl.store(last + 3 * slot + 1, match)
+        tl.store(last + 3 * slot + 1, code)
         tl.store(last + 3 * slot + 2, length)
         o_l = tl.arange(0, BLOCK_L)
-        period = tl.where(match > 0, length - start, 1)
-        history += slot * stride_history_s + start
+        drafts += slot * stride_drafts_s
         tokens += i_r * stride_tokens_r
         places += i_r * stride_places_r
         ngram_rows += i_r * stride_ngram_rows_r
-        b_token = tl.load(history + o_l % period, mask=(o_l < L) & (match > 0), other=-1)
+        b_token = tl.load(drafts + o_l, mask=(o_l < L) & (match > 0), other=-1)
         tl.store(tokens + o_l, b_token, mask=o_l < L)
         place = tl.where(match > 0, M, -1)
         tl.store(places + o_l, place, mask=(o_l < L) & ((match == 0) | (o_l >= D)))
@@ -116,14 +115,15 @@ def _mix_kernel(
         if match > 0:
             o_m = tl.arange(0, BLOCK_M)
             state = tl.full([], 0, tl.int32)
+            first = (1 - (code & 1)) * (LONGEST + 1)
             for depth in range(L):
-                at = tl.minimum(match + depth, LONGEST)
+                at = first + tl.minimum(match + depth, LONGEST)
                 trials = tl.load(counts + at).to(tl.float32)
-                right = tl.load(counts + LONGEST + 1 + at).to(tl.float32)
+                right = tl.load(counts + 2 * (LONGEST + 1) + at).to(tl.float32)
                 w = (right + TRIALS * tl.load(priors + at)) / (trials + TRIALS)
                 path *= w
                 total += path
-                token = tl.load(history + depth % period)
+                token = tl.load(drafts + depth)
                 m_m = (o_m < M) & (depth < D)
                 b_found = tl.load(
                     candidates + i_r * stride_candidates_r + depth * stride_candidates_d
@@ -155,26 +155,26 @@ def _mix_kernel(
     if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == R - 1:
         tl.store(arrived, 0)
         o_c = tl.arange(0, BLOCK_C)
-        m_c = o_c <= LONGEST
+        m_c = o_c < 2 * (LONGEST + 1)
         b_trials = tl.load(counts + o_c, mask=m_c, other=0)
-        b_right = tl.load(counts + LONGEST + 1 + o_c, mask=m_c, other=0)
+        b_right = tl.load(counts + 2 * (LONGEST + 1) + o_c, mask=m_c, other=0)
         m_full = m_c & (b_trials > MOST)
         tl.store(counts + o_c, b_trials >> 1, mask=m_full)
-        tl.store(counts + LONGEST + 1 + o_c, b_right >> 1, mask=m_full)
+        tl.store(counts + 2 * (LONGEST + 1) + o_c, b_right >> 1, mask=m_full)
 
 
 @dataclass(slots=True)
 class MixNgram(ReadsCandidates):
     """Write the additional rows for the n-gram drafts of `find_ngram`; see the module."""
 
-    history: Annotated[Tensor, "[S, *] int32"]  # the tokens of each slot's request
+    drafts: Annotated[Tensor, "[S, *] int32"]  # of `find_ngram`, at least L tokens
     lengths: Annotated[Tensor, "[S] int32"]  # number of tokens
     slots: Annotated[Tensor, "[R] int64"]  # request slot of each row, or -1
-    found: Annotated[Tensor, "[S] int64"]  # of `find_ngram`; reset to 0
+    found: Annotated[Tensor, "[S] int64"]  # of `find_ngram`
     last: Annotated[Tensor, "[S, 3] int32"]  # written: the draft, for the next `find_ngram`
-    # Trials and successes by match length; large counts are halved.
-    counts: Annotated[Tensor, "[2, 33] int32"]
-    priors: Annotated[Tensor, "[33] float32"]  # see `ngram_priors`
+    # Trials and successes by match length, see `find_ngram`; large counts are halved.
+    counts: Annotated[Tensor, "[2, 66] int32"]
+    priors: Annotated[Tensor, "[66] float32"]  # see `ngram_priors`
     arrived: Annotated[Tensor, "[1] int32"]  # 0 before and after
     candidates: Annotated[Tensor, "[R, D, M] int32, strided"]  # D may be 0
     logprobs: Annotated[Tensor, "[R, D, P, M] float32, strided"]  # as in `expand_best_first`
@@ -205,7 +205,7 @@ class MixNgram(ReadsCandidates):
             MOST=_MOST_TRIALS,
             BLOCK_L=padded(self.tokens.shape[1]),
             BLOCK_M=padded(width + 1),
-            BLOCK_C=padded(LONGEST + 1),
+            BLOCK_C=padded(2 * (LONGEST + 1)),
             num_warps=1,
         )
 
