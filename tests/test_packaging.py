@@ -117,16 +117,3 @@ def test_setup_checks_the_interpreter_first(tmp_path: Path, python: str, said: s
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1 and said in line and "make setup PYTHON=" in line
     assert not (tmp_path / "venv").exists()
-
-
-def test_transformers_imports_from_the_repository_root() -> None:
-    # `python -c` puts the folder first on the path, where a `kernels` package would shadow the
-    # Hugging Face one that transformers looks for.
-    result = run_python(
-        "import importlib.util, transformers\n"
-        "print('found', getattr(importlib.util.find_spec('kernels'), 'origin', None))",
-        cwd=ROOT,
-    )
-    found = result.stdout.strip().splitlines()
-    assert found and found[-1].startswith("found"), result.stderr
-    assert str(ROOT) not in found[-1]

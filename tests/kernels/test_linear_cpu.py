@@ -62,8 +62,9 @@ def test_a_row_does_not_depend_on_those_beside_it(threads: int) -> None:
 def test_int8(rows: int, outer: int, inner: int) -> None:
     g = torch.Generator().manual_seed(rows * outer)
     sizes = torch.logspace(-3, 3, outer)[:, None]
-    kept = pack_weight((torch.randn(outer, inner, generator=g) * sizes).bfloat16(), int8=True)
-    assert kept is not None
+    given = (torch.randn(outer, inner, generator=g) * sizes).bfloat16()
+    kept = pack_weight(given, int8=True)
+    assert kept is not None and kept.scales is not None
     x = torch.randn(rows, inner + 8, generator=g).bfloat16()[:, :inner]
     x[-1] = 0
     got = product(x, kept)
@@ -74,6 +75,10 @@ def test_int8(rows: int, outer: int, inner: int) -> None:
     truth = (whole.double() @ weight.double().t()) * (top / 127) * kept.scales
     assert bool(((got.double() - truth).abs() <= truth.abs() / 250).all())
     assert bool((got[-1] == 0).all())
+    rounding = (weight * kept.scales.double()[:, None] - given.double()).abs()
+    assert bool((rounding <= 0.501 * kept.scales[:, None]).all())
+    bias = torch.randn(outer, generator=g).bfloat16()
+    assert torch.equal(product(x, kept, bias), got + bias)
 
 
 def test_numbers_that_are_none() -> None:

@@ -68,7 +68,7 @@ def create_speculative_config(
     # Imported late: these modules may not import on an unsupported vLLM.
     from vllm_bastion.checkpoints.drafter_types import architectures_of, drafter_type_of
     from vllm_bastion.config import BastionSpeculativeConfig, default_nodes
-    from vllm_bastion.validate import arguments, models
+    from vllm_bastion.validate import arguments, engine, models
 
     keys, target = _merged(self), target_model_config
     arguments.check_keys(keys)
@@ -86,11 +86,14 @@ def create_speculative_config(
             most = rows // requests - 1 if rows and requests else _NODES_WITH_ADAPTERS
             nodes = max(min(nodes, most), 1)
         keys["num_speculative_tokens"] = nodes
-    return BastionSpeculativeConfig(
+    settings = BastionSpeculativeConfig(
         **(keys | {"method": drafter_type.method}),
         target_model_config=target,
         target_parallel_config=target_parallel_config,
     )
+    if self.max_num_batched_tokens:
+        engine.check_rows(settings, self.max_num_batched_tokens)
+    return settings
 
 
 def _drafter_config(keys: dict[str, Any], target_model_config: Any) -> Any:

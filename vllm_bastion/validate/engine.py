@@ -58,14 +58,28 @@ def _check_attention(vllm_config: Any) -> None:
 
 
 def _check_sizes(vllm_config: Any, spec_config: BastionSpeculativeConfig) -> None:
-    nodes, gamma = spec_config.num_speculative_tokens, spec_config.bastion_gamma
-    length = vllm_config.model_config.max_model_len
+    nodes, length = spec_config.num_speculative_tokens, vllm_config.model_config.max_model_len
     if nodes + 1 > length:  # the warm-up would write past a context's blocks
         raise BastionConfigError(
             f'"num_speculative_tokens": {nodes} does not fit into max_model_len {length}: lower it '
             f"to at most {length - 1}, or raise max_model_len"
         )
-    limit = vllm_config.scheduler_config.max_num_batched_tokens
+    check_rows(spec_config, vllm_config.scheduler_config.max_num_batched_tokens)
+    draft_len = spec_config.draft_model_config.max_model_len
+    if draft_len < length and not spec_config.rope_only_sizes_cache():
+        raise BastionConfigError(
+            f"max_model_len {length} is beyond the {draft_len} positions of drafter "
+            f'"{spec_config.model}", whose rotary embedding cannot be extended: set max_model_len '
+            f"to {draft_len}"
+        )
+
+
+def check_rows(spec_config: BastionSpeculativeConfig, limit: int) -> None:
+    """Refuse a step of so few rows that one request's tree and draft do not fit.
+
+    vLLM 0.33 refuses some of them before its configuration is finished, without a way out.
+    """
+    nodes, gamma = spec_config.num_speculative_tokens, spec_config.bastion_gamma
     if 1 + nodes + gamma > limit:
         room = limit - 1 - gamma
         way_out = f"lower it to {room} or " if room >= 1 else ""
@@ -73,13 +87,6 @@ def _check_sizes(vllm_config: Any, spec_config: BastionSpeculativeConfig) -> Non
             f'"num_speculative_tokens": {nodes} needs max_num_batched_tokens of at least '
             f"{1 + nodes + gamma} (1 + nodes + the drafter's {gamma}), which is {limit}: "
             f"{way_out}raise max_num_batched_tokens"
-        )
-    draft_len = spec_config.draft_model_config.max_model_len
-    if draft_len < length and not spec_config.rope_only_sizes_cache():
-        raise BastionConfigError(
-            f"max_model_len {length} is beyond the {draft_len} positions of drafter "
-            f'"{spec_config.model}", whose rotary embedding cannot be extended: set max_model_len '
-            f"to {draft_len}"
         )
 
 
