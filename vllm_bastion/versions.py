@@ -17,7 +17,6 @@ from packaging.version import Version
 from vllm_bastion import compat
 
 _GPU = "vllm.v1.worker.gpu"
-_SPEC = f"{_GPU}.spec_decode"
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,6 @@ class Capabilities:
     """The GPU worker refuses Model Runner V2 where its `HAS_TRITON` is false."""
     seeds_draft_steps: bool
     """Each step of a draft is drawn with a seed of its own."""
-    absent_kernel_parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Kernel -> parameters of its CPU replacement that this version's kernel does not take."""
     signatures: Mapping[str, str] = field(default_factory=dict)
     """Hook target -> its signature, where it is not the one that the hook's row expects."""
 
@@ -43,26 +40,6 @@ _V0_32 = Capabilities(
     pads_grammar_rows=False,
     worker_requires_triton=False,
     seeds_draft_steps=False,
-    absent_kernel_parameters={
-        f"{_GPU}.block_table:_gather_block_tables_kernel": (
-            "num_computed_tokens_ptr",
-            "sliding_window_reach_ptr",
-            "block_sizes_ptr",
-            "MASK_SLIDING_WINDOW",
-        ),
-        f"{_GPU}.input_batch:_post_update_kernel": (
-            "draft_tokens_ptr",
-            "draft_tokens_out_ptr",
-            "num_draft_tokens",
-        ),
-        f"{_SPEC}.dflash.speculator:_prepare_dflash_inputs_kernel": ("out_is_padding_ptr",),
-        f"{_SPEC}.rejection_sampler_utils:_compute_local_logits_stats_kernel": ("num_logits",),
-        f"{_SPEC}.rejection_sampler_utils:_rejection_kernel": (
-            "fly_entropy_ptr",
-            "fly_entropy_threshold",
-            "FLY_WINDOW_SIZE",
-        ),
-    },
     signatures={
         f"{_GPU}.model_runner:maybe_create_adaptive_verification_manager": (
             "(enable_adaptive_verification, attn_groups, req_states, query_start_loc, "
@@ -82,11 +59,6 @@ _V0_33 = Capabilities(
     pads_grammar_rows=True,
     worker_requires_triton=True,
     seeds_draft_steps=True,
-    absent_kernel_parameters={
-        f"{_SPEC}.rejection_sampler_utils:_compute_local_logits_stats_kernel": (
-            "num_speculative_steps",
-        ),
-    },
 )
 _OF_MINOR = {(0, 32): _V0_32, (0, 33): _V0_33}
 

@@ -32,7 +32,6 @@ from vllm_bastion.cpu.replacements import (
     install,
     parameters,
 )
-from vllm_bastion.versions import capabilities
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for CPU hosts only")
 
@@ -49,11 +48,9 @@ def kernel_of(target: str) -> Any:
 def launch_of(name: str, draw: Draw) -> Launch:
     """A case with the arguments it does not give, without what another version's kernel takes."""
     target, launch = name.partition("/")[0], CASES[name](draw)
-    for other in capabilities().absent_kernel_parameters.get(target, ()):
-        launch.args.pop(other, None)
-    for missing in parameters(kernel_of(target)):
-        if missing in launch.args:
-            continue
+    names = parameters(kernel_of(target))
+    launch.args = {name: value for name, value in launch.args.items() if name in names}
+    for missing in [name for name in names if name not in launch.args]:
         if missing in USUAL:
             launch.args[missing] = USUAL[missing](draw)
         else:
@@ -138,24 +135,21 @@ def test_every_kernel_that_v2_launches_has_a_twin_or_a_reason() -> None:
 
 @pytest.mark.parametrize("target", REPLACEMENTS)
 def test_parameters_are_the_kernels(target: str) -> None:
-    names = parameters(kernel_of(target))
-    assert REPLACEMENTS[target].fits(names)
-    assert not REPLACEMENTS[target].fits((*names, "added"))
-    assert not REPLACEMENTS[target].fits(tuple(reversed(names)))
-    assert not REPLACEMENTS[target].fits(names[:-1])
+    own, names = REPLACEMENTS[target], parameters(kernel_of(target))
+    assert not own.bind((*names, "added")) and not own.bind(names[1:]) and own.bind(names)
 
 
 def test_a_twin_of_two_versions_goes_by_the_names_of_the_installed_one() -> None:
     got: list[Any] = []
 
-    def newer(grid0: int, first: Any, between: Any, last: Any) -> None:
+    def newer(grid0: int, first: Any, last: Any, between: Any = None) -> None:
         got.append((grid0, first, between, last))
 
-    own = Replacement("module:kernel", newer, newer, ("between",))
-    assert own.fits(("first", "last")) and not own.fits(("first", "between", "last"))
-    own[(2, 9)](1, 3)
     own = Replacement("module:kernel", newer, newer)
-    assert own.fits(("first", "between", "last")) and not own.fits(("first", "last"))
+    assert own.bind(("first", "last")) and not own.bind(("first", "between"))
+    assert own.bind(("first", "last"))
+    own[(2, 9)](1, 3)
+    assert own.bind(("first", "between", "last"))
     own[(2,)](1, 2, last=3)
     assert got == [(2, 1, None, 3), (2, 1, 2, 3)]
 
@@ -181,5 +175,8 @@ def test_half_precision_is_rounded_back() -> None:
     logits, expected = wide[:, :16], wide.clone()
     expected[:2, :16] = (expected[:2, :16].float() / 0.7).to(torch.bfloat16)
     slots, temperature = torch.tensor([0, 0, 1]), torch.tensor([0.7, 1.0])
-    REPLACEMENTS[target][(3, 1)](logits, 20, slots, temperature, 16, BLOCK_SIZE=16)
+    REPLACEMENTS[target][(3, 1)](
+        logits_ptr=logits, logits_stride=20, expanded_idx_mapping_ptr=slots,
+        temperature_ptr=temperature, vocab_size=16, BLOCK_SIZE=16,
+    )  # fmt: skip
     assert torch.equal(wide, expected)

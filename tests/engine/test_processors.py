@@ -7,8 +7,6 @@ whose output has the node's ancestors in it: logits to the bit, accepted tokens,
 
 from __future__ import annotations
 
-import importlib
-import sys
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +21,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
 from tests.trees import make_trees
-from vllm_bastion.cpu.replacements import REPLACEMENTS
+from vllm_bastion.cpu.replacements import places
 from vllm_bastion.engine import logprobs as path_logprobs
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.sampler import TreeRejectionSampler
@@ -85,15 +83,8 @@ def _pytorch_top_k(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def replacements(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's kernels as a CPU worker runs them; without this they run in the interpreter."""
-    kernels = {}
-    for target, replacement in REPLACEMENTS.items():
-        module, _, name = target.partition(":")
-        kernels[id(getattr(importlib.import_module(module), name))] = replacement
-    for name, holder in list(sys.modules.items()):
-        if name.partition(".")[0] == "vllm":
-            for attribute, value in list(vars(holder).items()):
-                if id(value) in kernels:
-                    monkeypatch.setattr(holder, attribute, kernels[id(value)])
+    for holder, attribute, own in places():
+        monkeypatch.setattr(holder, attribute, own)
 
 
 @dataclass

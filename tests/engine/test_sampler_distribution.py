@@ -28,7 +28,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from bastion_kernels import expand_best_first
 from tests.trees import make_trees
-from vllm_bastion.cpu.replacements import REPLACEMENTS
+from vllm_bastion.cpu.replacements import places
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.sampler import TreeRejectionSampler
 
@@ -203,13 +203,14 @@ def fast_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         "apply_top_k_top_p_triton",
         lambda logits, k, p, **_: topk_topp_sampler.apply_top_k_top_p_pytorch(logits, k, p, True),
     )
+    replacements = {name: own for _, name, own in places()}
     for module, kernel in (
         (penalties, "_penalties_kernel"),
         (logit_bias, "_bias_kernel"),
         (min_p, "_min_p_kernel"),
         (gumbel, "_gumbel_sample_kernel"),
     ):
-        monkeypatch.setattr(module, kernel, REPLACEMENTS[f"{module.__name__}:{kernel}"])
+        monkeypatch.setattr(module, kernel, replacements[kernel])
     np.random.seed(11)  # where vLLM takes the seeds of unseeded requests from
 
 

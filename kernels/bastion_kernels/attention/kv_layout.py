@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -64,6 +64,7 @@ class KVLayout:
         return AMX if torch.equal(self.offsets, _by_tiles(page, dim)) else OTHER
 
     @classmethod
+    @lru_cache
     def rows(cls, page: int, dim: int, stride: int) -> KVLayout:
         """A token's key and value side by side, tokens `stride` elements apart."""
         return cls(torch.arange(page, dtype=torch.int32)[:, None] * stride + _rows(1, dim))

@@ -7,7 +7,6 @@ The kernel is `csrc/attention.cpp`.
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,11 +24,6 @@ FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FLOAT8 = {torch.float8_e4m3fn: (3, 256.0), torch.float8_e5m2: (4, 1.0)}
 
 _LayerArgs, _StepArgs, _RowsArgs = map(library.struct, ("LayerArgs", "StepArgs", "RowsArgs"))
-
-
-@lru_cache
-def _rows(page: int, dim: int, stride: int) -> KVLayout:
-    return KVLayout.rows(page, dim, stride)
 
 
 def tree_attention_cpu(
@@ -67,7 +61,7 @@ def _layer_args(layer: AttentionLayer, query: Tensor) -> ctypes.Structure:
     cache_format, factor = _FLOAT8.get(cache.dtype) or (FORMATS[query.dtype], 1.0)
     k_scale, v_scale = (1.0 if x is None else float(x) for x in (layer.k_scale, layer.v_scale))
     blocks, kv_heads, page, dim = *cache.shape[:3], cache.shape[3] // 2
-    layout = _rows(page, dim, cache.stride(2)) if layer.layout is None else layer.layout
+    layout = layer.layout or KVLayout.rows(page, dim, cache.stride(2))
     tiles = layout.kind == AMX and cache.dtype == torch.bfloat16 and library.has_tiles()
     return _LayerArgs(
         query.shape[1], kv_heads, dim, FORMATS[query.dtype], cache.data_ptr(), cache_format, blocks,

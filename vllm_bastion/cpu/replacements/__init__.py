@@ -37,8 +37,8 @@ def parameters(kernel: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(getattr(kernel, "fn", kernel)).parameters)
 
 
-def install() -> None:
-    """Replace every kernel by its replacement; a second call changes nothing.
+def places() -> list[tuple[Any, str, Replacement]]:
+    """The modules of vLLM that have a kernel, its name there, and its replacement.
 
     Raises:
         ReplacementError: a kernel is missing, or its parameters differ from its replacement's.
@@ -49,24 +49,27 @@ def install() -> None:
         kernel = getattr(importlib.import_module(module), name, None)
         if isinstance(kernel, Replacement):
             continue
-        if kernel is None or not own.fits(parameters(kernel)):
+        if kernel is None or not own.bind(parameters(kernel)):
             raise ReplacementError(
                 f"vLLM's kernel {target} is not the one that its CPU replacement was written for: "
                 "install a vLLM that this vllm-bastion supports"
             )
         found[id(kernel)] = own
-    for name, holder in list(sys.modules.items()):
-        if name.partition(".")[0] == "vllm":
-            for attribute, value in list(vars(holder).items()):
-                if id(value) in found:
-                    setattr(holder, attribute, found[id(value)])
-    _complete_placeholder()
+    return [
+        (holder, attribute, found[id(value)])
+        for module, holder in list(sys.modules.items())
+        if module.partition(".")[0] == "vllm"
+        for attribute, value in list(vars(holder).items())
+        if id(value) in found
+    ]
 
 
-def _complete_placeholder() -> None:
-    """Add the Triton function that V2's launches call to vLLM's placeholder for Triton."""
+def install() -> None:
+    """Replace every kernel, see `places`; a second call changes nothing."""
     from vllm.triton_utils import HAS_TRITON, triton
     from vllm.utils.math_utils import next_power_of_2
 
-    if not HAS_TRITON:
+    for holder, attribute, own in places():
+        setattr(holder, attribute, own)
+    if not HAS_TRITON:  # a placeholder, which lacks a function that V2's launches call
         triton.next_power_of_2 = next_power_of_2

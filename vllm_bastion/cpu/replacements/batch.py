@@ -172,9 +172,10 @@ def _post_update(
     all_token_ids_ptr,
     all_token_ids_stride,
     total_len_ptr,
-    draft_tokens_ptr,
-    draft_tokens_out_ptr,
-    num_draft_tokens,
+    # from vLLM 0.33 on
+    draft_tokens_ptr=None,
+    draft_tokens_out_ptr=None,
+    num_draft_tokens=None,
 ):
     for i in range(grid0):
         slot = idx_mapping_ptr[i]

@@ -53,11 +53,12 @@ def _gather_block_tables(
     num_blocks_ptr,
     num_blocks_stride,
     num_reqs,
-    num_computed_tokens_ptr,
-    sliding_window_reach_ptr,
-    block_sizes_ptr,
-    MASK_SLIDING_WINDOW,
     BLOCK_SIZE,
+    # from vLLM 0.33 on
+    num_computed_tokens_ptr=None,
+    sliding_window_reach_ptr=None,
+    block_sizes_ptr=None,
+    MASK_SLIDING_WINDOW=None,
 ):
     for group in range(grid0):
         stride = block_table_strides[group]

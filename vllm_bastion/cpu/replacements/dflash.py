@@ -20,7 +20,6 @@ def _prepare_dflash_inputs(
     grid1,
     out_input_ids_ptr,
     out_query_positions_ptr,
-    out_is_padding_ptr,
     out_query_start_loc_ptr,
     out_seq_lens_ptr,
     out_query_slot_mapping_ptr,
@@ -55,6 +54,7 @@ def _prepare_dflash_inputs(
     CP_SIZE,
     CP_INTERLEAVE,
     BLOCK_SIZE,
+    out_is_padding_ptr=None,  # from vLLM 0.33 on
 ):
     span = grid1 * BLOCK_SIZE
     first_sample = 0 if SAMPLE_FROM_ANCHOR else 1

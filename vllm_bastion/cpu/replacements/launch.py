@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A replacement is a function with a Triton kernel's arguments, and is launched like that kernel.
 
-A replacement's parameters are its kernel's, by name and in order, after `grid0` (`grid1`,
-`grid2`): the number of programs. If a kernel differs between versions of vLLM, the replacement has
-the parameters of all versions and gets None for those that the installed version lacks. Tensors
-arrive as flat NumPy views that begin at the tensor's first element, so that the kernel's strides
-apply. A tensor of 16-bit floats arrives as float32 and is rounded back afterwards.
+A replacement's parameters are its kernel's, by name, after `grid0` (`grid1`, `grid2`): the number
+of programs. Those that one of the supported versions of vLLM lacks have a default. Tensors arrive
+as flat NumPy views that begin at the tensor's first element, so that the kernel's strides apply. A
+tensor of 16-bit floats arrives as float32 and is rounded back afterwards.
 
 A replacement takes a request's row out of such a view (`row_of`) before it uses an index that
 follows from data. With NUMBA_BOUNDSCHECK=1, as in the tests, Numba then raises where a row would
@@ -23,7 +22,6 @@ import numpy as np
 import torch
 
 from bastion_kernels.cpu.cache import njit
-from vllm_bastion.versions import capabilities
 
 REPLACEMENTS: dict[str, Replacement] = {}
 """`package.module:kernel` -> its replacement"""
@@ -45,38 +43,36 @@ class Replacement:
         target: the kernel, `package.module:name`.
         function: takes the grid's sizes and the kernel's arguments.
         source: `function` before it was compiled.
-        absent: parameters that the installed vLLM's kernel does not have.
     """
 
     def __init__(
-        self,
-        target: str,
-        function: Callable[..., None],
-        source: Callable[..., None],
-        absent: tuple[str, ...] = (),
+        self, target: str, function: Callable[..., None], source: Callable[..., None]
     ) -> None:
         self.target, self.function = target, function
         parameters = inspect.signature(source).parameters
         self._all = tuple(name for name in parameters if name not in _GRID)
         self._dims = len(parameters) - len(self._all)
-        self.names = tuple(name for name in self._all if name not in absent)
-        """of the installed vLLM's kernel, in its order"""
-        self._defaults = dict.fromkeys(absent) | {
+        self._names: tuple[str, ...] = ()  # of the installed vLLM's kernel, in its order
+        self._defaults = {
             name: parameters[name].default
             for name in self._all
             if parameters[name].default is not inspect.Parameter.empty
         }
 
-    def fits(self, names: tuple[str, ...]) -> bool:
-        """Whether a kernel of the parameters `names` is the one that this was written for."""
-        return self.names == names
+    def bind(self, names: tuple[str, ...]) -> bool:
+        """Be launched with the parameters of the installed vLLM's kernel.
+
+        Returns False if they are not those that this was written for.
+        """
+        self._names = names
+        return {*self._all} - {*self._defaults} <= {*names} <= {*self._all}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         # Triton's launch options are among `kwargs`, and nothing reads them.
-        given = self._defaults | dict(zip(self.names, args, strict=False)) | kwargs
+        given = self._defaults | dict(zip(self._names, args, strict=False)) | kwargs
         values: list[Any] = []
         rounded = []
         for name in self._all:
@@ -111,8 +107,7 @@ def replacement(
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         callee = njit(function) if compile else function
-        absent = capabilities().absent_kernel_parameters.get(target, ())
-        REPLACEMENTS[target] = Replacement(target, callee, function, absent)
+        REPLACEMENTS[target] = Replacement(target, callee, function)
         return callee
 
     return register
