@@ -96,14 +96,14 @@ class Batch:
                 *(
                     x.numpy()
                     for x in (
-                        out["input_ids"], out["query_positions"], out["is_padding"],
-                        out["query_starts"], out["seq_lens"], drafted, out["context_positions"],
+                        out["input_ids"], out["query_positions"], out["query_starts"],
+                        out["seq_lens"], drafted, out["context_positions"],
                         slots, *samples, *state, places, context, self.slots, self.sampled,
                         self.sampled, accepted, rejected, *state, table.flatten(),
                     )
                 ),
                 table.stride(0), MASK, page, self.queries, 4, SLOTS, size, MAX_LEN, 0,
-                self.anchored, -1, 1, 1, 32,
+                self.anchored, -1, 1, 1, 32, out["is_padding"].numpy(),
             )  # fmt: skip
             out["query_slots"].append(drafted)
             out["context_slots"].append(slots)
