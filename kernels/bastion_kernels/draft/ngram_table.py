@@ -31,8 +31,7 @@ PLACE_BITS = 24
 # Hashes have 32 bits, which 64-bit products hold. What mixes in tokens, the owner, and bits.
 WORD, BASE, OWNER_FACTOR, MIX_1, MIX_2 = 2**32 - 1, 0x5BD1E995, 0x165667B1, 0x2C1B3C6D, 0x297A2D39
 OWNER = 2**30 - 1
-# With the longest texts a sixteenth of the table is in use, unless it would exceed 128 MiB. On code
-# and GSM8K, a quarter costs 0.15% of the tokens per step of n-gram drafts alone.
+# With the longest texts a sixteenth of the table is in use, unless it would exceed 128 MiB.
 _PER_TOKEN, _MOST_ENTRIES = 16 * len(LENGTHS), 2**24
 _BLOCK = 256
 # for the kernels
