@@ -29,8 +29,7 @@ from bastion_kernels.draft.inputs import draft_inputs
 from bastion_kernels.draft.mix_ngram import mix_ngram, ngram_chances, ngram_priors
 from bastion_kernels.draft.ngram_table import keep_replies, ngram_table
 from bastion_kernels.draft.take_best import take_best
-from bastion_kernels.draft.topk_logprobs import topk_logprobs, topk_partial
-from bastion_kernels.draft.topk_merge import merge_topk
+from bastion_kernels.draft.topk_logprobs import topk_logprobs
 from bastion_kernels.gated_delta.blocks import StateBlocks, find_commits, find_states
 from bastion_kernels.gated_delta.recurrence import gated_delta_commit, gated_delta_tree
 from bastion_kernels.gated_delta.short_conv import short_conv_commit, short_conv_tree

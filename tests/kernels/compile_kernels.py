@@ -42,9 +42,6 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
     logprobs = torch.zeros(reqs * depth, width)
     logits = torch.zeros(reqs * depth, 151_936, dtype=dtype)
     ops.topk_logprobs.triton(logits, width, tokens, logprobs)
-    keys = torch.zeros(reqs * depth, width, dtype=torch.int64)
-    ops.topk_partial.triton(logits, width, 0, keys, logprobs[:, 0].contiguous())
-    ops.merge_topk.triton(keys[:, None], logprobs[:, :1], tokens, logprobs)
 
     out_tokens = torch.zeros(reqs, limit, dtype=torch.int64)
     parents, depths = (torch.zeros(slots_total, limit, dtype=torch.int32) for _ in range(2))

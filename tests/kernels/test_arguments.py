@@ -25,8 +25,8 @@ def test_wrong_arguments_are_named(step: Step) -> None:
 
 def test_numbers_that_do_not_fit_are_named(step: Step) -> None:
     _, (logits, _, *top), _ = step.ops["topk"]
-    refuses("k must be at most", topk_logprobs, logits[:, :3], 4, *top)
-    refuses(r"k must be in 1\.\.1024, got 0", topk_logprobs, logits, 0, *(t[:, :0] for t in top))
+    refuses(r"k must be in 1\.\.3, got 4", topk_logprobs, logits[:, :3], 4, *top)
+    refuses(r"k must be in 1\.\.257, got 0", topk_logprobs, logits, 0, *(t[:, :0] for t in top))
     _, (tokens, rows, _, *rest), _ = step.ops["expand by transitions"]
     refuses("top_k >= 1", expand_best_first, tokens, rows, 0, *rest)
     refuses("P is 1 or M = 4, got 2", expand_best_first, tokens, rows[:, :, :2], 2, *rest)

@@ -21,7 +21,7 @@ from tests.references.lookup import find_ngram, keep_replies, mix_ngram
 from tests.references.rows import bind_slots, context_rows
 from tests.references.state_blocks import find_commits, find_states
 from tests.references.take_best import take_best
-from tests.references.topk import merge_topk, topk_logprobs, topk_partial
+from tests.references.topk import topk_logprobs
 
 __all__ = [
     "OF",
@@ -41,14 +41,12 @@ __all__ = [
     "gather_rows",
     "keep_replies",
     "mask_bad_words",
-    "merge_topk",
     "mix_ngram",
     "penalise_ancestors",
     "short_conv_commit",
     "short_conv_tree",
     "take_best",
     "topk_logprobs",
-    "topk_partial",
     "tree_attention",
     "tree_positions",
 ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -236,7 +237,10 @@ class BastionSpeculator(DFlashSpeculator):
             logits = process(head, rows, skip_gather=True)
             slice_ = head.shard_indices
             logits = logits[:, : slice_.num_org_elements]
-            self.trees.rank(logits, first, slice_.org_vocab_start_index, _all_gather)
+            self.trees.rank(
+                logits, first, slice_.org_vocab_start_index,
+                partial(tensor_model_parallel_all_gather, dim=1),
+            )  # fmt: skip
             del logits  # before the next part's logits are computed
         depth = len(hidden_states) // num_reqs
         self.trees.grow_ranked(num_reqs, depth, self.model.draft_id_to_target_id)
@@ -312,8 +316,3 @@ class BastionSpeculator(DFlashSpeculator):
     def warm_up(self) -> None:
         """Compile the kernels of the first request, accepted path and n-gram draft."""
         warm_up(self)
-
-
-def _all_gather(keys: torch.Tensor) -> torch.Tensor:
-    # vLLM's shared memory between CPU workers takes floats only.
-    return tensor_model_parallel_all_gather(keys.view(torch.float32), dim=1).view(torch.int64)

@@ -26,9 +26,7 @@ from bastion_kernels import (
     bind_slots,
     expand_best_first,
     gather_rows,
-    merge_topk,
     topk_logprobs,
-    topk_partial,
     tree_positions,
 )
 from vllm_bastion.policy.ngram import NgramDrafts
@@ -72,8 +70,6 @@ class Trees:
 
         # Of the drafter's batch, by row of the batch.
         self.row_slots = torch.full((slots,), -1, dtype=torch.int64, device=device)  # [R]
-        # [S * D, K + 1] the best of a slice of the vocabulary; see `_best_of_slice`.
-        self._keys: torch.Tensor | None = None
         self.tokens = zeros(slots, num_nodes, dtype=torch.int64)
         # Of every request, by request slot.
         self.parents = torch.full((slots, num_nodes), -1, dtype=torch.int32, device=device)
@@ -139,15 +135,15 @@ class Trees:
                 this rank's slice of the vocabulary.
             first: which of the draft's R * D rows is the first.
             vocab_start: first token id of the slice.
-            all_gather: [M, 1, X] int64 of this rank -> [M, ranks, X] of all ranks.
+            all_gather: [M, 1, X] fp32 of this rank -> [M, ranks, X] of all ranks.
         """
         rows = slice(first, first + len(logits))
-        best = tuple(top.view(-1, self.top_k)[rows] for top in (self.top_tokens, self.top_logprobs))
-        if all_gather is None:
-            topk_logprobs(logits, self.top_k, *best)
-        else:
-            keys, mass = _split(all_gather(self._best_of_slice(logits, vocab_start)[:, None]))
-            merge_topk(keys, mass.contiguous(), *best)
+        best = (
+            self.top_tokens.view(-1, self.top_k)[rows], self.top_logprobs.view(-1, self.top_k)[rows]
+        )  # fmt: skip
+        topk_logprobs(logits, self.top_k, *best)
+        if all_gather is not None:
+            _merge_slices(logits, vocab_start, *best, all_gather)
 
     def grow_ranked(
         self, num_reqs: int, depth: int, draft_id_to_target_id: torch.Tensor | None = None
@@ -213,18 +209,6 @@ class Trees:
         if self.row_scores is not None:
             gather_rows([self.log_rho], slots, [self.row_scores])
 
-    def _best_of_slice(self, logits: torch.Tensor, vocab_start: int) -> torch.Tensor:
-        """The K best of a slice, and its mass: [M, K + 1] int64, one message between ranks."""
-        if self._keys is None:  # allocated in vLLM's profiling run, so that its memory is counted
-            shape = (len(self.row_slots) * self.gamma, self.top_k + 1)
-            self._keys = torch.zeros(shape, dtype=torch.int64, device=self.device)
-        packed = self._keys[: len(logits)]
-        keys, packed_mass = _split(packed)
-        mass = torch.empty_like(packed_mass)
-        topk_partial(logits, self.top_k, vocab_start, keys, mass)
-        packed_mass.copy_(mass)
-        return packed
-
     # ---- step t+1: the trees are verified -----------------------------------------------
 
     def begin_step(
@@ -261,6 +245,23 @@ class Trees:
         return out
 
 
-def _split(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [..., K] int64 and mass [...] fp32 out of [..., K + 1] int64."""
-    return packed[..., :-1], packed[..., -1:].view(torch.float32)[..., 0]
+def _merge_slices(
+    logits: torch.Tensor,
+    vocab_start: int,
+    tokens: torch.Tensor,
+    logprobs: torch.Tensor,
+    all_gather: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Turn the best [M, K] of this rank's slice of the vocabulary into the best of all slices.
+
+    The same on every rank, ties included: all compute it from the same numbers.
+    """
+    # log sum exp of the slice, from its best logit; a slice without a finite logit has none
+    mass = logits.gather(1, tokens[:, :1].long()).float() - logprobs[:, :1]
+    ids = (tokens + vocab_start).view(torch.float32)
+    sent = all_gather(torch.cat([logprobs + mass, mass, ids], 1)[:, None])
+    scores, ids = sent[..., : -ids.shape[1]], sent[..., -ids.shape[1] :].flatten(1)
+    scores = scores.where(~scores.isnan(), -torch.inf)
+    best = scores[..., :-1].flatten(1).topk(tokens.shape[1], dim=1)
+    tokens.copy_(ids.view(torch.int32).gather(1, best.indices))
+    logprobs.copy_(best.values - scores[..., -1].logsumexp(1, keepdim=True))

@@ -4,9 +4,7 @@
     out_logprobs[m, i] = logits[m, out_tokens[m, i]] - log sum_v exp(logits[m, v])
 
 sorted by descending logit, then by token id. Under tensor parallelism each rank holds a slice of
-the vocabulary. `topk_partial` gives the slice's K best as sortable 64-bit keys, and its mass, log
-sum exp(logit - largest logit of the slice). The ranks exchange these (M * (8 K + 4) bytes), and
-`merge_topk` computes the result for the whole vocabulary.
+the vocabulary, see `policy.trees`.
 
 NaN ranks as -inf; a row with a NaN gets NaN for all its log-probabilities.
 
@@ -20,21 +18,17 @@ need no record: they precede the last one in the total order.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from bastion_kernels.draft.topk_merge import (
-    NO_KEY,
-    check_k,
-    shift_of,
-    unorder,
-)
 from bastion_kernels.op import Op, cdiv, padded, public
 from bastion_kernels.triton_or_none import tl, triton
 
 _SEGMENTS, _SEGMENT = 32, 64  # segments of a chunk, logits of a segment
+_MAX_K = 1024  # one round each
+_NO_HEAD = -(2**63)  # below every head of a chunk
 
 
 @triton.jit
@@ -43,6 +37,18 @@ def _order(b_value):
     b_value = tl.where(b_value == b_value, b_value, float("-inf")) + 0.0  # -0.0 becomes 0.0
     b_bits = b_value.to(tl.int32, bitcast=True)
     return b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def unorder(b_order):
+    """The inverse of `_order`."""
+    return (b_order ^ ((b_order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def shift_of(largest):
+    """The shift before exp; 0 if all logits are -inf, which gives log 0 instead of NaN."""
+    return tl.where(largest > float("-inf"), largest, 0.0)
 
 
 @triton.jit
@@ -85,26 +91,21 @@ def _pop_kernel(
     maxima,
     heads,
     mass,
-    out_keys,
-    out_mass,
     out_tokens,
     out_logprobs,
     V,
-    vocab_start,
     chunks,
     stride_logits_m,
     stride_logits_v,
-    stride_out_keys_m,
     stride_out_tokens_m,
     stride_out_logprobs_m,
     K: tl.constexpr,
-    NO_KEY: tl.constexpr,
-    FINAL: tl.constexpr,
+    NO_HEAD: tl.constexpr,
     SEGMENTS: tl.constexpr,
     SEGMENT: tl.constexpr,
     CHUNKS_PAD: tl.constexpr,
 ):
-    """Grid: (M,). The K best of a row: keys and mass, or if FINAL tokens and log-probabilities.
+    """Grid: (M,). The K best of a row, and their log-probabilities.
 
     `maxima` has the largest remaining logit of every segment, kept up to date.
     """
@@ -113,15 +114,13 @@ def _pop_kernel(
     maxima += i_r * (chunks * SEGMENTS)
     o_c = tl.arange(0, CHUNKS_PAD)
     m_c = o_c < chunks
-    b_heads = tl.load(heads + i_r * chunks + o_c, mask=m_c, other=NO_KEY)
+    b_heads = tl.load(heads + i_r * chunks + o_c, mask=m_c, other=NO_HEAD)
     b_head, b_home = (b_heads >> 32).to(tl.int32), b_heads.to(tl.int32)
 
     b_top = tl.where(m_c, unorder(b_head), float("-inf"))
     largest = shift_of(tl.max(b_top, 0))
     b_mass = tl.load(mass + i_r * chunks + o_c, mask=m_c, other=float("-inf"))
     total = tl.log(tl.sum(tl.exp(shift_of(b_top) - largest + b_mass), 0))
-    if not FINAL:
-        tl.store(out_mass + i_r, total)
 
     o_v, o_s = tl.arange(0, SEGMENT), tl.arange(0, SEGMENTS)
     last, last_token = tl.full([], 0x7FFFFFFF, tl.int32), tl.full([], -1, tl.int32)
@@ -155,55 +154,9 @@ def _pop_kernel(
         tl.store(maxima + segment, left.to(maxima.dtype.element_ty))
         tl.debug_barrier()  # before any thread reads it
 
-        if FINAL:
-            tl.store(out_tokens + i_r * stride_out_tokens_m + rank, winner)
-            logprob = unorder(best) - largest - total
-            tl.store(out_logprobs + i_r * stride_out_logprobs_m + rank, logprob)
-        else:
-            key = (best.to(tl.int64) << 32) | (0x7FFFFFFF - winner - vocab_start).to(tl.int64)
-            tl.store(out_keys + i_r * stride_out_keys_m + rank, tl.where(winner < V, key, NO_KEY))
-
-
-def _pop(op: TopkPartial | TopkLogprobs, **others: Any) -> None:
-    """Maxima, then the K best, as keys and mass or as tokens and log-probabilities."""
-    (rows, vocab), device = op.logits.shape, op.logits.device
-    chunks = cdiv(vocab, _SEGMENTS * _SEGMENT)
-    between = {
-        "maxima": torch.empty(rows, chunks * _SEGMENTS, dtype=op.logits.dtype, device=device),
-        "heads": torch.empty(rows, chunks, dtype=torch.int64, device=device),
-        "mass": torch.empty(rows, chunks, dtype=torch.float32, device=device),
-        "chunks": chunks,
-        "SEGMENTS": _SEGMENTS,
-        "SEGMENT": _SEGMENT,
-        "num_warps": 1,
-    }
-    op.launch(_maxima_kernel, rows, chunks, **between)
-    width = padded(chunks, 32)
-    op.launch(_pop_kernel, rows, NO_KEY=NO_KEY, CHUNKS_PAD=width, **between, **others)
-
-
-@dataclass(slots=True)
-class TopkPartial(Op):
-    """Reduce one slice of the vocabulary to the input of `merge_topk`."""
-
-    # Any strides: tokens vocab_start .. vocab_start + V - 1. A slice padded for even sharding must
-    # be truncated to its real tokens.
-    logits: Annotated[Tensor, "[M, V] float, strided"]
-    k: int  # candidates to keep; a slice of fewer tokens is padded with keys that never win
-    vocab_start: int  # global id of the slice's first token
-    out_keys: Annotated[Tensor, "[M, K] int64"]  # written, best first
-    out_mass: Annotated[Tensor, "[M] float32"]  # written: log sum exp(logit - largest logit)
-
-    def check(self) -> None:
-        self.check_declared(K=self.k)
-        check_k(self.name, self.k)
-
-    def triton(self) -> None:
-        none = {"out_tokens": None, "out_logprobs": None}
-        _pop(self, FINAL=False, stride_out_tokens_m=0, stride_out_logprobs_m=0, **none)
-
-
-topk_partial = public(TopkPartial, cpu="bastion_kernels.cpu.topk")
+        tl.store(out_tokens + i_r * stride_out_tokens_m + rank, winner)
+        logprob = unorder(best) - largest - total
+        tl.store(out_logprobs + i_r * stride_out_logprobs_m + rank, logprob)
 
 
 @dataclass(slots=True)
@@ -221,13 +174,25 @@ class TopkLogprobs(Op):
 
     def check(self) -> None:
         self.check_declared(K=self.k)
-        check_k(self.name, self.k)
-        if self.k > (vocab := self.logits.shape[1]):
-            raise ValueError(f"{self.name}: k must be at most {vocab} (V), got {self.k}")
+        vocab = self.logits.shape[1]
+        if not 1 <= self.k <= min(vocab, _MAX_K):
+            raise ValueError(f"{self.name}: k must be in 1..{min(vocab, _MAX_K)}, got {self.k}")
 
     def triton(self) -> None:
-        none = {"out_keys": None, "out_mass": None}
-        _pop(self, FINAL=True, vocab_start=0, stride_out_keys_m=0, **none)
+        (rows, vocab), device = self.logits.shape, self.logits.device
+        chunks = cdiv(vocab, _SEGMENTS * _SEGMENT)
+        between = {
+            "maxima": torch.empty(rows, chunks * _SEGMENTS, dtype=self.logits.dtype, device=device),
+            "heads": torch.empty(rows, chunks, dtype=torch.int64, device=device),
+            "mass": torch.empty(rows, chunks, dtype=torch.float32, device=device),
+            "chunks": chunks,
+            "SEGMENTS": _SEGMENTS,
+            "SEGMENT": _SEGMENT,
+            "num_warps": 1,
+        }
+        self.launch(_maxima_kernel, rows, chunks, **between)
+        width = padded(chunks, 32)
+        self.launch(_pop_kernel, rows, NO_HEAD=_NO_HEAD, CHUNKS_PAD=width, **between)
 
 
 topk_logprobs = public(TopkLogprobs, cpu="bastion_kernels.cpu.topk")
