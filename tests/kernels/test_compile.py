@@ -41,7 +41,7 @@ def test_kernels_compile_and_do_not_spill(capability: str) -> None:
         "_bind_kernel", "_bits_kernel", "_commit_kernel", "_conv_kernel",
         "_context_rows_kernel", "_find_commits_kernel", "_find_kernel", "_find_states_kernel",
         "_inputs_kernel", "_insert_kernel", "_keep_kernel", "_maxima_kernel",
-        "_merge_kernel", "_mix_kernel", "_penalise_kernel", "_pop_kernel", "_positions_kernel",
+        "_mix_kernel", "_penalise_kernel", "_pop_kernel", "_positions_kernel",
         "_take_kernel", "expand_kernel", "gated_delta_commit_kernel",
         "gated_delta_tree_kernel",
     }  # fmt: skip
