@@ -36,16 +36,18 @@ def find_ngram_case(reqs: int, length: int, most: int, on_host: bool, device: st
     ints = partial(torch.zeros, dtype=torch.int32, device=device)
     longs = partial(torch.zeros, dtype=torch.int64, device=device)
     last, found, table = ints(reqs, 3), longs(reqs), ngram_table(reqs * most, torch.device(device))
+    lengths = ints(reqs)
     args = (
-        buffer.uva() if on_host else buffer.cpu.to(device), ints(reqs) + length,
+        buffer.uva() if on_host else buffer.cpu.to(device), lengths,
         torch.arange(reqs, device=device), last, ints(2, 2 * (LONGEST + 1)), longs(reqs), ints(1),
         longs(1), table, longs(1) + 1, found, ints(reqs, 31),
     )  # fmt: skip
 
     def check() -> None:
-        find_ngram(*args)
+        for known, added in ((length // 2, 9), (length - 8, 8)):
+            last[:, 2], lengths[:] = known, known + added
+            find_ngram(*args)
         assert set(found.tolist()) == {17 << 32 | length // 2 + 8}
-        last[:, 2] = length - 8
 
     return Case(check, [partial(find_ngram, *args)] * 5)
 
