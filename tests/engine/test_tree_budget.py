@@ -32,6 +32,10 @@ class Output(AsyncModelRunnerOutput):
     def get_output(self) -> Any:
         return SimpleNamespace()
 
+    def get_kv_connector_output(self) -> Any:
+        """vLLM 0.33 declares it."""
+        raise NotImplementedError
+
 
 class Steps:
     """Drives a manager as the runner does.
