@@ -62,12 +62,14 @@ config.py
 cpu/stored_graphs.py
   vllm.compilation.decorators:_try_load_aot_compiled_fn @why a loaded function must have this
       method @body ._artifacts.compiled_fn.finalize_loading(
-drafters/dflash.py
+drafters/dflash.py drafters/graphs.py
   GPU.block_table:BlockTables.__init__ @why the drafter's slots are written here, [groups, token
       limit] @body self.slot_mappings = torch.zeros(
   SPEC.dflash.speculator:DFlashSpeculator.__init__ @why the token limit of its configuration
       sizes its buffers @body super().__init__(vllm_config, device) … self.max_num_tokens,
       self.hidden_size
+  SPEC.dflash.speculator:DFlashSpeculator._prepare_graph_forward @why it stores the keys and values
+      of a draft's context, for a step of n-gram drafts too @body self._precompute_context_kv(0,
   SPEC.dflash.speculator:DFlashSpeculator.propose @why is_profile runs the drafter without its
       graph @body need_eager=is_profile @beside 7a00c4e1 a1aa1329
 engine/budget.py
@@ -129,6 +131,11 @@ hooks/model_runner.py
       self.adaptive_verification
   RUNNER:GPUModelRunner.execute_model @why blocks are copied within it, so after our flush @body
       self.update_requests(scheduler_output)
+  RUNNER:GPUModelRunner.gather_batch_req_state @why the step is sized by these arrays @body
+      num_scheduled_tokens = np.fromiter( … idx_mapping_np = np.fromiter( … num_draft_tokens_np =
+      np.fromiter( … self.adaptive_verification.get_num_tokens(
+  RUNNER:GPUModelRunner.execute_model @why the rows that we return pick the graph @body
+      self.gather_batch_req_state( … num_toks = batch_req_state.num_tokens
   RUNNER:GPUModelRunner.update_requests @why the copied blocks include the drafter's @body
       scheduler_output.kv_cache_block_copies … self.kv_caches
   RUNNER:GPUModelRunner.sample_tokens @why without a drafter and its steps, a step neither

@@ -60,7 +60,8 @@ class StepPlan(AttachedRecord):
     reason: str = ""
     """Why that arm was chosen: a label of metrics."""
     step_ms: float | None = None
-    """The gate's time of a step that verifies that arm with so many requests."""
+    """The gate's time of a step that verifies that arm with so many requests, for the paper's
+    estimators."""
     line: tuple[float, float] = (1.0, 0.0)
     """Of that arm with so many requests: ms of a step = line[0] * profile's + line[1]."""
     ngram_tokens: float | None = None

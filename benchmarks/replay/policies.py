@@ -13,7 +13,7 @@ from benchmarks.replay.costs import Costs
 from benchmarks.replay.simulation import Corpus, Outcome, Policy
 from benchmarks.replay.trees import StepTree
 from vllm_bastion.scheduler.gate import Arm, Gate, size_class
-from vllm_bastion.scheduler.step_line import StepLine
+from vllm_bastion.scheduler.step_line import StepLine, corrected
 
 
 class Plain(Policy):
@@ -85,9 +85,8 @@ class Gated(Policy):
     def _counts(self, trees: list[StepTree]) -> list[int]:
         """Nodes to verify of each request."""
         reqs, costs = len(trees), self._costs.tree_step_ms(len(trees))
-        slope, offset = self._lines[size_class(reqs)]()
         scores = [tree.rho[: self._max_nodes] for tree in trees]
-        nodes = best_total(scores, np.maximum(slope * costs + offset, 0.5 * costs))
+        nodes = best_total(scores, corrected(costs, self._lines[size_class(reqs)]()))
         before, self._wanted = self._wanted, (reqs, nodes)
         if self._lagged and before is not None and before[0] == reqs:
             nodes = min(before[1], sum(map(len, scores)))

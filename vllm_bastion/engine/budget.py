@@ -41,10 +41,8 @@ from vllm_bastion.engine.scores import EarlierScores
 from vllm_bastion.platform import current_host
 from vllm_bastion.policy.cost import Estimator
 from vllm_bastion.scheduler.gate import Arm
+from vllm_bastion.scheduler.step_line import corrected
 from vllm_bastion.versions import capabilities
-
-# A step costs at least this share of what the profile predicts.
-_LEAST = 0.5
 
 
 @dataclass(eq=False)
@@ -210,8 +208,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         ranked.sort()
         ranked = ranked[::-1][: min(int(self._limits.sum()), most)]
         predicted, emitting = self._step_ms(len(ranked)), len(self._slots)
-        slope, offset = self.runtime.plan.line
-        costs = np.maximum(slope * predicted + offset, _LEAST * predicted)
+        costs = corrected(predicted, self.runtime.plan.line)
         expected = np.empty(1 + len(ranked))
         expected[0] = emitting
         expected[1:] = emitting + ranked.cumsum()

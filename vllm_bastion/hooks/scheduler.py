@@ -168,13 +168,13 @@ class TreeScheduler(GrammarScheduler):
             arm=choice.arm,
             verified=verified.arm,
             reason=verified.reason,
-            step_ms=state.gate.ms(verified.arm, reqs) if verified.num_drafts else None,
-            line=state.lines[size_class(reqs), verified.arm]()
-            if verified.num_drafts
-            else StepPlan.line,
             ngram_tokens=state.gate.ngram_tokens(reqs) if self.sees_tokens else None,
             prompts_wait=choice.prompts_wait,
         )
+        if verified.num_drafts:
+            plan.line = state.lines[size_class(reqs), verified.arm]()
+            if self.settings.bastion_latency_model != "profile":
+                plan.step_ms = state.gate.ms(verified.arm, reqs)
         self.dynamic_sd_lookup = [choice.num_drafts] * (1 + self.max_num_running_reqs)
         output = super().schedule(throttle_prefills)
         if output.total_num_scheduled_tokens:  # else the worker runs no step

@@ -102,7 +102,7 @@ class Gate:
             return False
         size = size_class(num_reqs)
         times = self._times.setdefault((size, arm), deque(maxlen=_SAMPLES))
-        if arm != self.arm and times and ms * _MOST_SLOWER < _typical(times):
+        if arm != self.arm and times and ms * _MOST_SLOWER < self._ms[size][arm]:
             times.clear()  # the arm has become faster since it was in use
         times.append(ms)
         typical = self._ms.setdefault(size, {})[arm] = _typical(times)

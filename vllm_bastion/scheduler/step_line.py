@@ -3,9 +3,20 @@
 
 from __future__ import annotations
 
-# Weight of a step in the means; variance of predictions over their squared mean from which
-# they say more of the slope than 1 does; limits of the slope.
+import numpy as np
+from numpy.typing import NDArray
+
+# Weight of a step in the means; variance of predictions over their squared mean from which they say
+# more of the slope than 1 does; limits of the slope.
 _LINE_WEIGHT, _DOUBT, _SLOPES = 0.04, 0.005, (0.5, 2.0)
+# A step costs at least this share of what the profile predicts.
+_LEAST = 0.5
+
+
+def corrected(predicted_ms: NDArray[np.float64], line: tuple[float, float]) -> NDArray[np.float64]:
+    """Times of a profile, of any shape, by a `StepLine`'s slope and offset."""
+    slope, offset = line
+    return np.maximum(slope * predicted_ms + offset, _LEAST * predicted_ms)
 
 
 class StepLine:
