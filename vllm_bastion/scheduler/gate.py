@@ -29,12 +29,8 @@ _SAMPLES, _FEW = 12, 8
 _ALLOWANCE, _TRIAL, _APART = 1 / 128, 2, 16
 # The first trial of an arm after it was measured does not ask what it loses, after so many steps.
 _FREE, _WAIT = 1, 128
-# Weight of a request's tokens in y, and the most of one step's tokens.
-_WEIGHT, _MOST_WEIGHT = 0.03, 0.25
-# Steps that each find nothing, as which n-gram drafts start: one lucky copy must not win a trial.
-_PRIOR = 8
 # Steps with drafts from which y of an arm is trusted.
-_TRUSTED = 2
+_TRUSTED = 3
 # A time above this multiple of the median is an outlier: the process may have been stopped.
 _MOST_SLOWER = 2.0
 
@@ -47,16 +43,28 @@ class Arm(IntEnum):
     TREE = 2
 
 
+# What y drifts by in a step, as a variance, over that of one request's tokens in a step.
+_DRIFT = 1 / 2048
+# The variance at the start. That of n-gram drafts is small: one lucky copy must not win a trial.
+_UNKNOWN = {Arm.NGRAM: 1 / 8, Arm.TREE: 1e6}
+
+
 class _Yield:
-    """Mean tokens per request and step of one arm."""
+    """Mean tokens per request and step of one arm, by a Kalman filter: the longer an arm has not
+    been observed, the more its next step says.
+    """
 
-    def __init__(self, prior: int) -> None:
-        self.mean, self.steps, self._prior = 1.0, 0, prior
+    def __init__(self, variance: float) -> None:
+        self.mean, self.steps, self._variance, self._seen = 1.0, 0, variance, 0
 
-    def add(self, tokens: float, num_reqs: int) -> None:
+    def add(self, tokens: float, num_reqs: int, step: int) -> None:
+        """In the gate's step `step` each of its requests got so many `tokens` in the mean."""
         self.steps += 1
-        weight = max(1.0 / (self.steps + self._prior), min(_WEIGHT * num_reqs, _MOST_WEIGHT))
+        self._variance += _DRIFT * (step - self._seen)
+        self._seen = step
+        weight = self._variance / (self._variance + 1.0 / num_reqs)
         self.mean += weight * (tokens - self.mean)
+        self._variance *= 1.0 - weight
 
 
 class Gate:
@@ -70,7 +78,7 @@ class Gate:
         self.arms = tuple(arms)
         self.arm = self.arms[-1]
         self.reason = "no measurement yet"
-        self._yields = {arm: _Yield(_PRIOR * (arm == Arm.NGRAM)) for arm in self.arms}
+        self._yields = {arm: _Yield(_UNKNOWN.get(arm, 0.0)) for arm in self.arms}
         self._times: dict[tuple[int, Arm], deque[float]] = {}
         # By size class: milliseconds of the arms that it has measured.
         self._ms: dict[int, dict[Arm, float]] = {}
@@ -97,7 +105,7 @@ class Gate:
         if arm not in self.arms:  # the last steps of replies with a fixed budget
             return False
         if arm != Arm.PLAIN:
-            self._yields[arm].add(tokens / num_reqs, num_reqs)
+            self._yields[arm].add(tokens / num_reqs, num_reqs, self._steps)
         if not 0.0 < ms < float("inf"):
             return False
         size = size_class(num_reqs)
