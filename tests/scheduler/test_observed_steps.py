@@ -40,7 +40,8 @@ def step(verified: Arm, arm: Arm, emitted: list[int], prompt: int = 0) -> tuple[
         total_num_scheduled_tokens=sum(tokens.values()),
     )
     StepPlan(verified=verified, arm=arm).attach(scheduled)
-    return scheduled, SimpleNamespace(sampled_token_ids=[[7] * count for count in emitted])
+    given = [SimpleNamespace(new_token_ids=[7] * count) for count in emitted]
+    return scheduled, {0: SimpleNamespace(outputs=given)}
 
 
 def test_only_steps_between_others_of_their_arm_are_timed() -> None:
@@ -56,10 +57,10 @@ def test_only_steps_between_others_of_their_arm_are_timed() -> None:
         (7, step(TREE, TREE, [2]), (TREE, 1, 2, 0)),  # the device may still compute prompts
         (8, step(TREE, TREE, [2]), (TREE, 1, 2, 8)),
     ]
-    for ms, (scheduled, output), expected in steps:
+    for ms, (scheduled, outputs), expected in steps:
         now += ms / 1e3
         told += [expected] if expected else []
-        _observe(state, scheduled, output, 3.0, now)
+        _observe(state, scheduled, outputs, 3.0, now)
         assert state.gate.steps == told
         assert round(state.last.ms) == (expected[3] if expected else 0)
     assert {key: line() for key, line in state.lines.items()} == {

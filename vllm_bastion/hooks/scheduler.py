@@ -125,11 +125,10 @@ class TreeScheduler(GrammarScheduler):
             for name, count in (scheduler_output.num_invalid_spec_tokens or {}).items():
                 unverified[name] = max(unverified.get(name, 0), count)
             scheduler_output.num_invalid_spec_tokens = unverified
-        ran = scheduler_output.total_num_scheduled_tokens > 0
-        if ran:
-            predicted = report.predicted_ms
-            _observe(self.state, scheduler_output, model_runner_output, predicted, perf_counter())
+        ran, now = scheduler_output.total_num_scheduled_tokens > 0, perf_counter()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if ran:
+            _observe(self.state, scheduler_output, outputs, report.predicted_ms, now)
         if self.records:
             if ran:
                 self.state.collector.add(record_of(self, scheduler_output, report, outputs))
@@ -229,16 +228,16 @@ class BastionAsyncScheduler(TreeScheduler, AsyncScheduler):
 
 
 def _observe(
-    state: SchedulerState, scheduled: Any, output: Any, predicted_ms: float, now: float
+    state: SchedulerState, scheduled: Any, outputs: Any, predicted_ms: float, now: float
 ) -> None:
-    """Learn from a step whose output has arrived at `now`."""
+    """Learn from a step whose output arrived at `now`. Tokens past a reply's end do not count."""
     plan, last = StepPlan.of(scheduled), state.last
     reqs = len(scheduled.num_scheduled_tokens)
     nodes = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
     if scheduled.total_num_scheduled_tokens != reqs + nodes:  # prompts
         state.last = LastStep(now, None)
         return
-    tokens = sum(map(len, output.sampled_token_ids))
+    tokens = sum(len(one.new_token_ids) for own in outputs.values() for one in own.outputs)
     clean = last.arm == plan.arm == plan.verified
     ms = (now - last.time) * 1e3 if clean else 0.0
     counts = state.gate.observe(plan.verified, reqs, tokens, ms)
