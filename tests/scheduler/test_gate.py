@@ -143,7 +143,7 @@ def test_a_stalled_process_and_a_clock_that_jumps() -> None:
     machine.run(200)
     for ms in (5000.0, 0.0, -3.0, math.nan, math.inf):
         gate.observe(Arm.TREE, 1, 3, ms)
-        assert gate.ms(Arm.TREE, 1) < 2.5
+        assert gate.costs(1)[Arm.TREE] < 2.5
         assert machine.run(64)[Arm.TREE] > 55
 
 
@@ -182,7 +182,7 @@ def test_an_arm_that_became_faster_is_found_at_its_next_trial() -> None:
         gate.observe(Arm.TREE, 1, 2, 3.0)
     assert gate.choose(1) == Arm.PLAIN
     gate.observe(Arm.TREE, 1, 2, 1.4)
-    assert gate.ms(Arm.TREE, 1) == pytest.approx(1.4)
+    assert gate.costs(1)[Arm.TREE] == pytest.approx(1.4)
 
 
 def test_one_lucky_copy_wins_no_steps() -> None:

@@ -173,7 +173,7 @@ class TreeScheduler(GrammarScheduler):
         if verified.num_drafts:
             plan.line = state.lines[size_class(reqs), verified.arm]()
             if self.settings.bastion_latency_model != "profile":
-                plan.step_ms = state.gate.ms(verified.arm, reqs)
+                plan.step_ms = state.gate.costs(reqs).get(verified.arm)
         self.dynamic_sd_lookup = [choice.num_drafts] * (1 + self.max_num_running_reqs)
         output = super().schedule(throttle_prefills)
         if output.total_num_scheduled_tokens:  # else the worker runs no step

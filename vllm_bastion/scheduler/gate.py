@@ -15,10 +15,10 @@ Knows no vLLM.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from enum import IntEnum
-from operator import itemgetter
 from statistics import median
 
 # Steps of an arm whose mean is its time. Of fewer than eight the fastest counts: a burst of slow
@@ -119,46 +119,55 @@ class Gate:
             self._allowance[each] += share * typical
         return ms <= _MOST_SLOWER * typical
 
-    def ms(self, arm: Arm, num_reqs: int) -> float | None:
-        """Milliseconds of a step of `arm` with so many requests; None if they are unknown.
+    def costs(self, num_reqs: int) -> dict[Arm, float]:
+        """Milliseconds of a step with so many requests, of each arm for which they are known.
 
-        Where only other size classes measured the arm, the nearest one says how it compares. An arm
-        does all that a simpler one does, so it takes at least as long.
+        An arm does all that a simpler one does, so it takes at least as long.
         """
         size = size_class(num_reqs)
-        own = dict(self._ms.get(size, {}))
-        if arm not in own:
+        own = self._ms.get(size, {})
+        if len(own) < len(self.arms):
+            own = self._completed(size, own)
+        costs, least = {}, math.inf
+        for arm in reversed(self.arms):
+            if arm in own:
+                costs[arm] = least = own[arm] if own[arm] < least else least
+        return costs
+
+    def _completed(self, size: int, own: dict[Arm, float]) -> dict[Arm, float]:
+        """`own`, with the arms that only other size classes measured.
+
+        The nearest class says how the arm compares with another one that both know.
+        """
+        found = dict(own)
+        for arm in self.arms:
             for other in sorted(self._ms, key=lambda other: (abs(other - size), other)):
                 there = self._ms[other]
                 both = max(there.keys() & own.keys(), default=None)
-                if arm in there and (both is not None or not own):
-                    own[arm] = there[arm] * (1.0 if both is None else own[both] / there[both])
-                    break
-            else:
-                return None
-        return min([ms for a, ms in own.items() if a >= arm])
+                if arm not in found and arm in there and (both is not None or not own):
+                    found[arm] = there[arm] * (1.0 if both is None else own[both] / there[both])
+        return found
 
     def tokens(self, arm: Arm) -> float:
-        """Tokens that a request gets from a step of `arm`."""
-        return 1.0 if arm == Arm.PLAIN else self._yields[arm].mean
+        """Tokens that a request gets from a step of `arm`; 1 from a plain one."""
+        return self._yields[arm].mean
 
     def gain(self, num_reqs: int) -> float | None:
         """Measured rate of the arm in use over that of plain decoding; None before both are."""
-        own, plain = self._rate(self.arm, num_reqs), self._rate(Arm.PLAIN, num_reqs)
-        return None if own is None or plain is None else own / plain
+        costs = self.costs(num_reqs)
+        if self.arm not in costs or Arm.PLAIN not in costs:
+            return None
+        return self.tokens(self.arm) / costs[self.arm] * costs[Arm.PLAIN]
 
     def ngram_tokens(self, num_reqs: int) -> float | None:
         """Tokens per request from which a step with n-gram drafts alone is as fast as one of trees.
 
         None where it is unknown.
         """
-        rate = self._rate(Arm.TREE, num_reqs) if Arm.TREE in self.arms else None
-        ms = self.ms(Arm.NGRAM, num_reqs) if Arm.NGRAM in self.arms else None
-        return None if rate is None or ms is None else rate * ms
-
-    def _rate(self, arm: Arm, num_reqs: int) -> float | None:
-        ms = self.ms(arm, num_reqs)
-        return None if ms is None else self.tokens(arm) / ms
+        costs = self.costs(num_reqs)
+        if Arm.TREE not in costs or Arm.NGRAM not in costs:
+            return None
+        return self.tokens(Arm.TREE) / costs[Arm.TREE] * costs[Arm.NGRAM]
 
     # ---- the next step -------------------------------------------------------------------
 
@@ -170,34 +179,37 @@ class Gate:
         if left:
             self._trial = arm, left - 1
         else:
-            best, trial = self._best(num_reqs), self._explored(num_reqs)
-            arm = best if trial is None else trial
+            arm = self._chosen(self.costs(num_reqs))
         self._tried[arm] = self._steps
         return arm
 
-    def _best(self, num_reqs: int) -> Arm:
-        measured = [(rate, arm) for arm in self.arms if (rate := self._rate(arm, num_reqs))]
-        doubted = [arm for arm in self.arms if arm and self._yields[arm].steps < _TRUSTED]
-        if doubted or not measured:
-            self.arm, self.reason = (doubted or self.arms)[-1], "not measured yet"
-        else:
-            # Of equal rates, the first one: the simplest arm.
-            self.arm, self.reason = max(measured, key=itemgetter(0))[1], "fastest"
-        return self.arm
+    def _chosen(self, costs: dict[Arm, float]) -> Arm:
+        for arm in reversed(self.arms):
+            if arm and self._yields[arm].steps < _TRUSTED:
+                self.arm, self.reason = arm, "not measured yet"
+                return arm
+        self.arm, self.reason, most = self.arms[-1], "not measured yet", 0.0
+        for arm in self.arms:
+            if arm in costs and (rate := self._yields[arm].mean / costs[arm]) > most:
+                # Of equal rates, the first one: the simplest arm.
+                self.arm, self.reason, most = arm, "fastest", rate
+        trial = self._explored(costs)
+        return self.arm if trial is None else trial
 
-    def _explored(self, num_reqs: int) -> Arm | None:
+    def _explored(self, costs: dict[Arm, float]) -> Arm | None:
         """Another arm, if it is time to try one."""
-        if [arm for arm in self.arms if arm and self._yields[arm].steps < _TRUSTED]:
+        apart = _APART if len(costs) == len(self.arms) else _TRIAL + 2
+        if self._since < apart:
             return None
         others = sorted(set(self.arms) - {self.arm}, key=self._tried.__getitem__)
         for arm in others:
-            if self.ms(arm, num_reqs) is None and self._since > _TRIAL + 1:
+            if arm not in costs:
                 return self._begin_trial(arm, _TRIAL + 1)
-        if self._since < _APART or (rate := self._rate(self.arm, num_reqs)) is None:
+        if self._since < _APART or self.arm not in costs:
             return None
+        rate = self.tokens(self.arm) / costs[self.arm]
         for arm in others:
-            ms = self.ms(arm, num_reqs)
-            lost = 0.0 if ms is None else _TRIAL * (ms - self.tokens(arm) / rate)
+            lost = _TRIAL * (costs[arm] - self.tokens(arm) / rate)
             early = self._trials[arm] < _FREE and self._steps - self._tried[arm] >= _WAIT
             if early or lost <= self._allowance[arm]:
                 self._trials[arm] += 1
