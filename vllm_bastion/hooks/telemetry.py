@@ -42,8 +42,10 @@ def send(scheduler: Any, outputs: dict[int, Any]) -> None:
         return
     # Without statistics the sums wait for the next ones; they do not grow.
     stats = next((o.scheduler_stats for o in outputs.values() if o.scheduler_stats), None)
+    if stats is None:
+        return
     gain = state.gate.gain(max(len(scheduler.running), 1))
-    if stats is not None and (sums := state.collector.take(gain)) is not None:
+    if (sums := state.collector.take(gain)) is not None:
         stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: sums}
 
 
