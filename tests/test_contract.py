@@ -147,14 +147,12 @@ def test_capabilities_are_those_of_the_installed_vllm() -> None:
     """Each is found here the hard way, so that `versions` cannot be wrong about it."""
     bitmask = inspect.unwrap(StructuredOutputManager.grammar_bitmask)
     worker = importlib.import_module("vllm.v1.worker.gpu_worker")
-    gumbel = importlib.import_module("vllm.v1.worker.gpu.sample.gumbel")
     reallocate = AdaptiveVerificationManager.reallocate_drafts
     assert capabilities() == dataclasses.replace(
         capabilities(),
         returns_admitted_drafts=len(get_args(get_type_hints(reallocate)["return"])) == 4,
         pads_grammar_rows="mask_stride" in bitmask.__code__.co_varnames,
         worker_requires_triton="HAS_TRITON" in vars(worker),
-        seeds_draft_steps=hasattr(gumbel, "spec_step_seed"),
     )
 
 

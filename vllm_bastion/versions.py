@@ -29,8 +29,6 @@ class Capabilities:
     """A grammar bitmask has `mask_stride` rows for every request, however many drafts it has."""
     worker_requires_triton: bool
     """The GPU worker refuses Model Runner V2 where its `HAS_TRITON` is false."""
-    seeds_draft_steps: bool
-    """Each step of a draft is drawn with a seed of its own."""
     signatures: Mapping[str, str] = field(default_factory=dict)
     """Hook target -> its signature, where it is not the one that the hook's row expects."""
 
@@ -39,7 +37,6 @@ _V0_32 = Capabilities(
     returns_admitted_drafts=False,
     pads_grammar_rows=False,
     worker_requires_triton=False,
-    seeds_draft_steps=False,
     signatures={
         f"{_GPU}.model_runner:maybe_create_adaptive_verification_manager": (
             "(enable_adaptive_verification, attn_groups, req_states, query_start_loc, "
@@ -58,7 +55,6 @@ _V0_33 = Capabilities(
     returns_admitted_drafts=True,
     pads_grammar_rows=True,
     worker_requires_triton=True,
-    seeds_draft_steps=True,
 )
 _OF_MINOR = {(0, 32): _V0_32, (0, 33): _V0_33}
 

@@ -8,7 +8,6 @@ import torch
 from tests.cpu.replacement_cases import REQS, SLOTS, STEPS, VOCAB, Draw, Launch, case, expanded
 
 _SAMPLE = "vllm.v1.worker.gpu.sample"
-_GUMBEL = f"{_SAMPLE}.gumbel:_gumbel_sample_kernel"
 _LOGPROB = f"{_SAMPLE}.logprob"
 LENGTH = 64
 
@@ -26,24 +25,19 @@ def temperature(draw: Draw) -> Launch:
     return Launch((rows, 3), logits_ptr=draw.logits(rows), expanded_idx_mapping_ptr=slots)
 
 
-@case(_GUMBEL, drafting=False)
-@case(f"{_GUMBEL}/drafting", drafting=True)
-def gumbel(draw: Draw, drafting: bool) -> Launch:
-    _, slots, positions, rows = _rows(draw)
+@case(f"{_SAMPLE}.gumbel:_gumbel_sample_kernel")
+def gumbel(draw: Draw) -> Launch:
+    _, slots, _, rows = _rows(draw)
     if draw.hostile:
         slots[1] = -1
-    logits = draw.logits(rows)
-    cache = draw.floats(SLOTS, STEPS + 1, VOCAB + 4) if drafting else None
     return Launch(
         (rows, 3), local_argmax_ptr=draw.longs(-9, 0, rows, 3),
         local_max_ptr=draw.floats(rows, 3),
-        logits_cache_ptr=cache, logits_cache_stride_0=cache.stride(0) if cache is not None else 0,
-        logits_cache_stride_1=cache.stride(1) if cache is not None else 0,
-        logits_cache_col_ptr=positions.to(torch.int64) if drafting else None,
-        logits_cache_source_ptr=logits if drafting else None,
-        logits_cache_source_stride=logits.stride(0) if drafting else 0, logits_ptr=logits,
-        expanded_idx_mapping_ptr=slots, pos_ptr=draw.longs(0, 4000, rows), IS_DRAFTING=drafting,
-        APPLY_TEMPERATURE=drafting, USE_FP64=False, PER_TOKEN_COL=drafting,
+        logits_cache_ptr=None, logits_cache_stride_0=0, logits_cache_stride_1=0,
+        logits_cache_col_ptr=None, logits_cache_source_ptr=None, logits_cache_source_stride=0,
+        logits_ptr=draw.logits(rows), expanded_idx_mapping_ptr=slots,
+        pos_ptr=draw.longs(0, 4000, rows), IS_DRAFTING=False,
+        APPLY_TEMPERATURE=False, USE_FP64=False, PER_TOKEN_COL=False,
     )  # fmt: skip
 
 

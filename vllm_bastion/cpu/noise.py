@@ -13,8 +13,6 @@ import numpy as np
 from bastion_kernels.cpu.cache import njit
 
 _U32 = np.uint32
-# Makes a drafter's noise independent of the target's; vLLM's `_DRAFT_NOISE_SALT`.
-DRAFT_SALT = 1 << 30
 
 
 @njit

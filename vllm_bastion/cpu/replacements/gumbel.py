@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_bastion.cpu.noise import DRAFT_SALT, gumbel_row
+from vllm_bastion.cpu.noise import gumbel_row
 from vllm_bastion.cpu.replacements.launch import replacement
-from vllm_bastion.versions import capabilities
 
 _GUMBEL = "vllm.v1.worker.gpu.sample.gumbel"
 
@@ -72,25 +71,14 @@ def _gumbel_sample(
     USE_FP64,
     PER_TOKEN_COL,
 ):
-    assert not USE_FP64  # refused on a CPU
+    # Refused on a CPU; of other methods' drafters.
+    assert not (USE_FP64 or IS_DRAFTING or APPLY_TEMPERATURE)
     for i in range(grid0):
         slot = int(expanded_idx_mapping_ptr[i])
         row = logits_ptr[i * logits_stride :][:vocab_size]
         temperature = np.float32(0.0) if slot < 0 else temp_ptr[slot]
-        seed, column = seeds_ptr[max(slot, 0)], 0
-        if logits_cache_ptr is not None:
-            column = int(logits_cache_col_ptr[i if PER_TOKEN_COL else 0])
-            if capabilities().seeds_draft_steps:
-                seed ^= column << 32
-        if logits_cache_ptr is not None and slot >= 0:
-            begin = slot * logits_cache_stride_0 + column * logits_cache_stride_1
-            source = logits_cache_source_ptr[i * logits_cache_source_stride :][:vocab_size]
-            logits_cache_ptr[begin : begin + vocab_size] = source
-        if APPLY_TEMPERATURE and temperature != 0.0:
-            row = row / temperature
         if temperature != 0.0:
-            pos = int(pos_ptr[i]) + (DRAFT_SALT if IS_DRAFTING else 0)
-            row = row + gumbel_row(seed, pos, vocab_size)
+            row = row + gumbel_row(seeds_ptr[slot], int(pos_ptr[i]), vocab_size)
         block_argmax(
             row,
             vocab_size,
