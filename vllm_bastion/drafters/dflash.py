@@ -20,6 +20,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import tensor_model_parallel_all_gather
+from vllm.utils.math_utils import next_power_of_2
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
@@ -37,13 +38,14 @@ from vllm_bastion.drafters.capacity import (
     with_graphs,
 )
 from vllm_bastion.drafters.graphs import InputGraphs, NgramGraphs
-from vllm_bastion.drafters.warm_up import warm_up
 from vllm_bastion.engine.context import DraftContext
 from vllm_bastion.engine.planning import decide_again
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.platform import current_host
 from vllm_bastion.scheduler.gate import Arm
 from vllm_bastion.step import Step
+
+_MAX_INPUT_BLOCK = 256  # of vLLM's `prepare_dflash_inputs`
 
 
 class BastionSpeculator(DFlashSpeculator):
@@ -314,5 +316,25 @@ class BastionSpeculator(DFlashSpeculator):
         return tokens
 
     def warm_up(self) -> None:
-        """Compile the kernels of the first request, accepted path and n-gram draft."""
-        warm_up(self)
+        """Compile the kernels of the first request, accepted path and n-gram draft.
+
+        vLLM's input kernel is compiled for every block size, which depends on the longest query.
+        """
+        none = torch.zeros(1, dtype=torch.int32, device=self.device)
+        states, queries = self.req_states, self.num_query_per_req
+        block = next_power_of_2(1 + queries)
+        while block <= _MAX_INPUT_BLOCK:
+            rows = min(block - queries, len(self.context.source))
+            if rows + queries <= block // 2:
+                break  # no batch has a query this long
+            batch = InputBatch.make_dummy(1, rows, self.target_input_buffers)
+            super().propose(
+                batch, {}, {}, self.hidden_states, None, none, none, states.last_sampled_tokens,
+                states.next_prefill_tokens, self.temperature, self.seeds, dummy_run=True,
+                is_profile=True,
+            )  # fmt: skip
+            block *= 2
+        if self.trees.ngram is not None:
+            self.trees.bind_rows()
+            self.trees.grow_ngram(1)
+        self.context.warm_up()

@@ -13,18 +13,17 @@ from vllm_bastion.platform import current_host
 
 def get_attn_backend(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A tree-capable backend for a target layer; vLLM's own for a drafter's."""
-    backend, (_, config) = original(*args, **kwargs), current_config()
+    backend, config = original(*args, **kwargs), current_config()
     if config is None or _builds_drafter():
         return backend
     return current_host().tree_backend(backend)
 
 
-def current_config() -> tuple[Any, BastionSpeculativeConfig | None]:
-    """vLLM's current configuration, and its settings of method "bastion"; None without."""
+def current_config() -> BastionSpeculativeConfig | None:
+    """The settings of method "bastion" in vLLM's current configuration; None without."""
     from vllm.config import get_current_vllm_config_or_none
 
-    vllm_config = get_current_vllm_config_or_none()
-    return vllm_config, bastion_config(vllm_config)
+    return bastion_config(get_current_vllm_config_or_none())
 
 
 def _builds_drafter() -> bool:
@@ -36,7 +35,7 @@ def _builds_drafter() -> bool:
 
 def cpu_product(original: Callable[..., Any], layer: Any, remove_weight: bool) -> Any:
     """int8 for a linear layer of a drafter; our bf16 product for others, where it is faster."""
-    _, config = current_config()
+    config = current_config()
     if config is None:
         return original(layer, remove_weight)
     installed = current_host().install_product(

@@ -104,7 +104,7 @@ def cudagraph_manager(
 
 def structured_outputs_worker(original: Callable[..., Any], **kwargs: Any) -> Any:
     """vLLM's, with rows for as many drafts of each request as a grammar checks."""
-    _, config = current_config()
+    config = current_config()
     if config is not None:
         rows = 1 + config.max_grammar_tokens
         reqs = kwargs["max_num_logits"] // kwargs["mask_stride"]
