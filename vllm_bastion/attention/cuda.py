@@ -125,8 +125,7 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
         kv_cache: torch.Tensor,
         attn_metadata: TreeFlashAttentionMetadata | None,
         output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
+        **output_scales: torch.Tensor | None,
     ) -> torch.Tensor:
         """query: [T, Hq, d]; kv_cache: [blocks, Hkv, block_size, 2d]; fills output [T, Hq, d]."""
         record = None if attn_metadata is None else attn_metadata.record
@@ -137,17 +136,8 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
                 or attn_metadata.max_query_len == PLAIN_QUERY_LEN
                 or not torch.cuda.is_current_stream_capturing()
             )
-            return super().forward(
-                layer,
-                query,
-                key,
-                value,
-                kv_cache,
-                attn_metadata,
-                output,
-                output_scale,
-                output_block_scale,
-            )
+            layer_inputs = layer, query, key, value, kv_cache
+            return super().forward(*layer_inputs, attn_metadata, output, **output_scales)
         scales: dict[str, Any] = {}
         if self.float8 is not None:
             kv_cache = kv_cache.view(self.float8)

@@ -175,8 +175,7 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         attn_metadata: TreeCPUAttentionMetadata | None,
         output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
+        **_output_scales: torch.Tensor | None,
     ) -> torch.Tensor:
         """query: [T, Hq, d]; kv_cache: [blocks, Hkv, block_size, 2d]; fills output [T, Hq, d]."""
         if attn_metadata is None:

@@ -121,16 +121,9 @@ class BastionModelState(DefaultModelState):
         metadata: dict[str, Any] = {}
         # A graph of trees reads buffers only; that of a plain step is planned ahead.
         if plain or not full or self.vllm_config.kv_transfer_config is not None:
-            metadata = super().prepare_attn(
-                input_batch,
-                cudagraph_mode,
-                block_tables,
-                slot_mappings,
-                [[group for group in groups if self._is_target(group)] for groups in attn_groups],
-                kv_cache_config,
-                for_capture,
-                **kwargs,
-            )
+            ours = [list(filter(self._is_target, groups)) for groups in attn_groups]
+            batch = input_batch, cudagraph_mode, block_tables, slot_mappings, ours, kv_cache_config
+            metadata = super().prepare_attn(*batch, for_capture, **kwargs)
         if self.runtime.profiles:  # no expert processes what vLLM marks as padding
             input_batch.is_padding[: input_batch.num_tokens] = False
         step = make_step(self.runtime, input_batch, for_trees=for_capture and not plain)
