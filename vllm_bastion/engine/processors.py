@@ -79,134 +79,88 @@ class Ancestors:
         """From now on processors read these tokens and depths; None = vLLM's own view."""
         self.tokens, self.depths = ancestors or (None, None)
 
+    def penalise(
+        self, state: PenaltiesState, original: _Apply, logits: torch.Tensor, ctx: LogitsContext
+    ) -> Any:
+        tokens = self.tokens
+        if tokens is None or not state.use_penalty[ctx.idx_mapping_np].any():
+            return original(logits, ctx)
+        before = logits.gather(1, tokens.clamp(min=0))
+        original(logits, replace(ctx, expanded_local_pos=torch.zeros_like(ctx.expanded_local_pos)))
+        penalties = state.repetition_penalty, state.frequency_penalty, state.presence_penalty
+        penalise_ancestors(
+            logits, before, tokens, ctx.expanded_idx_mapping, *(each.gpu for each in penalties),
+            state.output_bin_counts,
+        )  # fmt: skip
+        return logits
+
+    def mask_bad_words(
+        self, state: BadWordsState, original: _Apply, logits: torch.Tensor, ctx: LogitsContext
+    ) -> Any:
+        tokens, depths, requests = self.tokens, self.depths, state.req_states
+        max_words = int(state.num_bad_words.np[ctx.idx_mapping_np].max())
+        if tokens is None or depths is None or max_words == 0:
+            return original(logits, ctx)
+        mask_bad_words(
+            logits, tokens, depths, ctx.expanded_idx_mapping, state.bad_word_token_ids.gpu,
+            state.bad_word_offsets.gpu, state.num_bad_words.gpu, requests.all_token_ids.gpu,
+            requests.prompt_len.gpu, requests.total_len.gpu, max_words,
+        )  # fmt: skip
+        return logits
+
+    def end_thinking(
+        self, state: ThinkingBudgetState, original: _Apply, logits: torch.Tensor, ctx: LogitsContext
+    ) -> None:
+        """vLLM's thinking-budget kernel for all rows at once, on tensors."""
+        tokens, depths = self.tokens, self.depths
+        wanted = state.enabled and state.use_thinking_budget[ctx.idx_mapping_np].any()
+        if tokens is None or depths is None or not wanted:
+            original(logits, ctx)
+            return
+        # Called for no rows, so that it only updates the markers of emitted tokens.
+        names = "expanded_idx_mapping", "expanded_local_pos", "input_ids"
+        no_rows: Any = {name: getattr(ctx, name)[:0] for name in names}
+        original(logits[:0], replace(ctx, **no_rows))
+        slots = ctx.expanded_idx_mapping.long()
+        start, end = state.reasoning_start_token_ids, state.reasoning_end_token_ids
+        natural_end = state.natural_reasoning_end_token_ids
+        # The last emitted tokens, then the ancestors: enough for a marker that ends at the row.
+        back = max(len(start), len(natural_end), len(end)) - 1
+        total = state.req_states.total_len.gpu[slots].long()
+        positions = total[:, None] + torch.arange(-back, 0, device=logits.device)
+        emitted = state.req_states.all_token_ids.gpu[slots[:, None], positions.clamp(min=0)]
+        text = torch.cat([emitted.long().masked_fill(positions < 0, -1), tokens], dim=1)
+
+        def last(marker: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
+            """[L] position where the last marker starts, -1 if there is none."""
+            found = (text[:, back + 1 - len(marker) :].unfold(1, len(marker), 1) == marker).all(-1)
+            offset = 1 - len(marker) + torch.arange(found.shape[1], device=text.device)
+            position = torch.where(found, total[:, None] + offset, -1).amax(1)
+            return torch.where(position >= 0, position, cached[slots].long())
+
+        last_start = last(start, state.cached_last_start)
+        last_end = last(natural_end, state.cached_last_end)
+        budget = state.thinking_token_budget.gpu[slots]
+        spent = total + depths - last_start - len(start)
+        over = (budget >= 0) & (last_start >= 0) & (last_start > last_end) & (spent >= budget)
+        # Continue an end marker that the text has already started.
+        written = torch.zeros_like(total)
+        for length in range(1, len(end)):
+            columns = back + depths[:, None] + torch.arange(-length, 0, device=text.device)
+            matches = (text.gather(1, columns) == end[:length]).all(1)
+            written = torch.where(matches, length, written)
+        forced = end[written].long()[:, None]
+        logits.scatter_(1, forced, logits.gather(1, forced).masked_fill(over[:, None], 1.0e9))
+
 
 def follow_ancestors(sampler: Sampler) -> Ancestors:
     """Make the processors of `sampler` read what `Ancestors.show` shows them."""
     ancestors = Ancestors(sampler)
-    for processor in sampler.logits_processors:
-        if isinstance(processor, PenaltiesState):
-            apply = partial(_penalise, processor, ancestors, processor.apply)
-            processor.apply = apply
-        elif isinstance(processor, BadWordsState):
-            apply = partial(_mask_bad_words, processor, ancestors, processor.apply)
-            processor.apply = apply
-    thinking = sampler.thinking_budget_state
-    thinking.apply = partial(_end_thinking, thinking, ancestors, thinking.apply)
+    for state in [*sampler.logits_processors, sampler.thinking_budget_state]:
+        if isinstance(state, PenaltiesState):
+            state.apply = partial(ancestors.penalise, state, state.apply)
+        elif isinstance(state, BadWordsState):
+            state.apply = partial(ancestors.mask_bad_words, state, state.apply)
+        elif isinstance(state, ThinkingBudgetState):
+            state.apply = partial(ancestors.end_thinking, state, state.apply)
     return ancestors
-
-
-def _penalise(
-    state: PenaltiesState,
-    ancestors: Ancestors,
-    original: _Apply,
-    logits: torch.Tensor,
-    ctx: LogitsContext,
-) -> Any:
-    tokens = ancestors.tokens
-    if tokens is None or not state.use_penalty[ctx.idx_mapping_np].any():
-        return original(logits, ctx)
-    before = logits.gather(1, tokens.clamp(min=0))
-    original(logits, replace(ctx, expanded_local_pos=torch.zeros_like(ctx.expanded_local_pos)))
-    penalise_ancestors(
-        logits,
-        before,
-        tokens,
-        ctx.expanded_idx_mapping,
-        state.repetition_penalty.gpu,
-        state.frequency_penalty.gpu,
-        state.presence_penalty.gpu,
-        state.output_bin_counts,
-    )
-    return logits
-
-
-def _mask_bad_words(
-    state: BadWordsState,
-    ancestors: Ancestors,
-    original: _Apply,
-    logits: torch.Tensor,
-    ctx: LogitsContext,
-) -> Any:
-    tokens, depths = ancestors.tokens, ancestors.depths
-    max_words = int(state.num_bad_words.np[ctx.idx_mapping_np].max())
-    if tokens is None or depths is None or max_words == 0:
-        return original(logits, ctx)
-    mask_bad_words(
-        logits,
-        tokens,
-        depths,
-        ctx.expanded_idx_mapping,
-        state.bad_word_token_ids.gpu,
-        state.bad_word_offsets.gpu,
-        state.num_bad_words.gpu,
-        state.req_states.all_token_ids.gpu,
-        state.req_states.prompt_len.gpu,
-        state.req_states.total_len.gpu,
-        max_words,
-    )
-    return logits
-
-
-def _end_thinking(
-    state: ThinkingBudgetState,
-    ancestors: Ancestors,
-    original: _Apply,
-    logits: torch.Tensor,
-    ctx: LogitsContext,
-) -> None:
-    """vLLM's thinking-budget kernel for all rows at once, on tensors."""
-    tokens, depths = ancestors.tokens, ancestors.depths
-    if (
-        tokens is None
-        or depths is None
-        or not state.enabled
-        or not state.use_thinking_budget[ctx.idx_mapping_np].any()
-    ):
-        original(logits, ctx)
-        return
-    none = slice(0, 0)
-    # Called for no rows, so that it only updates the markers of emitted tokens.
-    original(
-        logits[none],
-        replace(
-            ctx,
-            expanded_idx_mapping=ctx.expanded_idx_mapping[none],
-            expanded_local_pos=ctx.expanded_local_pos[none],
-            input_ids=ctx.input_ids[none],
-        ),
-    )
-    slots = ctx.expanded_idx_mapping.long()
-    start, natural_end, end = (
-        state.reasoning_start_token_ids,
-        state.natural_reasoning_end_token_ids,
-        state.reasoning_end_token_ids,
-    )
-    # The last emitted tokens, then the ancestors: enough text for any marker that ends at the row.
-    back = max(len(start), len(natural_end), len(end)) - 1
-    total = state.req_states.total_len.gpu[slots].long()
-    positions = total[:, None] + torch.arange(-back, 0, device=logits.device)
-    emitted = state.req_states.all_token_ids.gpu[slots[:, None], positions.clamp(min=0)]
-    text = torch.cat([emitted.long().masked_fill(positions < 0, -1), tokens], dim=1)
-
-    def last(marker: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
-        """[L] position where the last marker starts, -1 if there is none."""
-        found = (text[:, back + 1 - len(marker) :].unfold(1, len(marker), 1) == marker).all(-1)
-        offset = torch.arange(1 - len(marker), found.shape[1] + 1 - len(marker), device=text.device)
-        position = torch.where(found, total[:, None] + offset, -1).amax(1)
-        return torch.where(position >= 0, position, cached[slots].long())
-
-    last_start, last_end = (
-        last(start, state.cached_last_start),
-        last(natural_end, state.cached_last_end),
-    )
-    budget = state.thinking_token_budget.gpu[slots]
-    spent = total + depths - last_start - len(start)
-    over = (budget >= 0) & (last_start >= 0) & (last_start > last_end) & (spent >= budget)
-    # Continue an end marker that the text has already started.
-    written = torch.zeros_like(total)
-    for length in range(1, len(end)):
-        columns = back + depths[:, None] + torch.arange(-length, 0, device=text.device)
-        matches = (text.gather(1, columns) == end[:length]).all(1)
-        written = torch.where(matches, length, written)
-    forced = end[written].long()[:, None]
-    logits.scatter_(1, forced, logits.gather(1, forced).masked_fill(over[:, None], 1.0e9))
