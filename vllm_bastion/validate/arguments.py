@@ -16,23 +16,11 @@ METHOD = "bastion"
 _NODES = "num_speculative_tokens"
 
 # vLLM's own keys that method "bastion" reads; all others must have their defaults.
-_READ_KEYS = frozenset(
-    {
-        "attention_backend",
-        "code_revision",
-        "draft_load_config",
-        "draft_tensor_parallel_size",
-        "dspark_draft_topk",
-        "kv_cache_dtype",
-        "max_model_len",
-        "method",
-        "model",
-        "moe_backend",
-        _NODES,
-        "quantization",
-        "revision",
-    }
-)
+_READ_KEYS = frozenset({
+    "attention_backend", "code_revision", "draft_load_config", "draft_tensor_parallel_size",
+    "dspark_draft_topk", "kv_cache_dtype", "max_model_len", "method", "model", "moe_backend",
+    _NODES, "quantization", "revision",
+})  # fmt: skip
 # The reason, for keys and options whose refusal needs one.
 _REASONS = {
     "draft_sample_method": "a tree holds the drafter's best candidates, not samples",
