@@ -31,17 +31,9 @@ def _write_groups(writes, ptrs, strides, rows, starts, contents, cu_lens, groups
 
 @replacement("vllm.v1.worker.gpu.buffer_utils:_apply_write_kernel", compile=False)
 def _apply_write(
-    grid0,
-    output_ptr,
-    output_stride,
-    write_indices_ptr,
-    write_starts_ptr,
-    write_contents_ptr,
-    write_cu_lens_ptr,
-    write_group_ids_ptr,
-    BLOCK_SIZE,
-    MULTI_GROUP,
-):
+    grid0, output_ptr, output_stride, write_indices_ptr, write_starts_ptr, write_contents_ptr,
+    write_cu_lens_ptr, write_group_ids_ptr, BLOCK_SIZE, MULTI_GROUP,
+):  # fmt: skip
     staged = (write_indices_ptr, write_starts_ptr, write_contents_ptr, write_cu_lens_ptr)
     if MULTI_GROUP:
         _write_groups(grid0, output_ptr, output_stride, *staged, write_group_ids_ptr)
@@ -51,20 +43,10 @@ def _apply_write(
 
 @replacement(f"{_BATCH}:_prepare_prefill_inputs_kernel")
 def _prepare_prefill_inputs(
-    grid0,
-    input_ids_ptr,
-    next_prefill_tokens_ptr,
-    next_prefill_tokens_stride,
-    num_lookahead,
-    idx_mapping_ptr,
-    query_start_loc_ptr,
-    all_token_ids_ptr,
-    all_token_ids_stride,
-    prefill_lens_ptr,
-    num_computed_tokens_ptr,
-    BLOCK_SIZE,
-    LOOKAHEAD_BLOCK,
-):
+    grid0, input_ids_ptr, next_prefill_tokens_ptr, next_prefill_tokens_stride, num_lookahead,
+    idx_mapping_ptr, query_start_loc_ptr, all_token_ids_ptr, all_token_ids_stride, prefill_lens_ptr,
+    num_computed_tokens_ptr, BLOCK_SIZE, LOOKAHEAD_BLOCK,
+):  # fmt: skip
     for i in range(grid0):
         slot = idx_mapping_ptr[i]
         prefill_len, computed = prefill_lens_ptr[slot], num_computed_tokens_ptr[slot]
@@ -83,15 +65,9 @@ def _prepare_prefill_inputs(
 
 @replacement(f"{_BATCH}:_prepare_pos_seq_lens_kernel")
 def _prepare_pos_seq_lens(
-    grid0,
-    pos_ptr,
-    seq_lens_ptr,
-    idx_mapping_ptr,
-    query_start_loc_ptr,
-    num_computed_tokens_ptr,
-    max_num_reqs,
-    BLOCK_SIZE,
-):
+    grid0, pos_ptr, seq_lens_ptr, idx_mapping_ptr, query_start_loc_ptr, num_computed_tokens_ptr,
+    max_num_reqs, BLOCK_SIZE,
+):  # fmt: skip
     for i in range(grid0 - 1):
         computed = num_computed_tokens_ptr[idx_mapping_ptr[i]]
         start, end = query_start_loc_ptr[i], query_start_loc_ptr[i + 1]
@@ -104,20 +80,10 @@ def _prepare_pos_seq_lens(
 
 @replacement(f"{_BATCH}:_combine_sampled_and_draft_tokens_kernel")
 def _combine_sampled_and_draft_tokens(
-    grid0,
-    input_ids_ptr,
-    idx_mapping_ptr,
-    last_sampled_tokens_ptr,
-    query_start_loc_ptr,
-    seq_lens_ptr,
-    prefill_len_ptr,
-    draft_tokens_ptr,
-    draft_tokens_stride,
-    cu_num_logits_ptr,
-    logits_indices_ptr,
-    BLOCK_SIZE,
-    NUM_NEW_SAMPLED_TOKENS=1,
-):
+    grid0, input_ids_ptr, idx_mapping_ptr, last_sampled_tokens_ptr, query_start_loc_ptr,
+    seq_lens_ptr, prefill_len_ptr, draft_tokens_ptr, draft_tokens_stride, cu_num_logits_ptr,
+    logits_indices_ptr, BLOCK_SIZE, NUM_NEW_SAMPLED_TOKENS=1,
+):  # fmt: skip
     for i in range(grid0):
         slot = idx_mapping_ptr[i]
         first = cu_num_logits_ptr[i]
@@ -139,14 +105,9 @@ def _combine_sampled_and_draft_tokens(
 
 @replacement(f"{_BATCH}:_get_num_sampled_and_rejected_kernel")
 def _get_num_sampled_and_rejected(
-    grid0,
-    num_sampled_ptr,
-    num_rejected_ptr,
-    seq_lens_ptr,
-    cu_num_logits_ptr,
-    idx_mapping_ptr,
+    grid0, num_sampled_ptr, num_rejected_ptr, seq_lens_ptr, cu_num_logits_ptr, idx_mapping_ptr,
     prefill_len_ptr,
-):
+):  # fmt: skip
     for i in range(grid0):
         num_logits = cu_num_logits_ptr[i + 1] - cu_num_logits_ptr[i]
         if seq_lens_ptr[i] < prefill_len_ptr[idx_mapping_ptr[i]]:
@@ -213,13 +174,9 @@ def _post_update_num_computed_tokens(
 
 @replacement(f"{_BATCH}:_expand_idx_mapping_kernel")
 def _expand_idx_mapping(
-    grid0,
-    idx_mapping_ptr,
-    expanded_idx_mapping_ptr,
-    expanded_local_pos_ptr,
-    cu_num_logits_ptr,
+    grid0, idx_mapping_ptr, expanded_idx_mapping_ptr, expanded_local_pos_ptr, cu_num_logits_ptr,
     BLOCK_SIZE,
-):
+):  # fmt: skip
     for i in range(grid0):
         start = cu_num_logits_ptr[i]
         for j in range(min(cu_num_logits_ptr[i + 1] - start, BLOCK_SIZE)):

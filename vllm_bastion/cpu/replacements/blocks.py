@@ -84,25 +84,10 @@ def _gather_block_tables(
 
 @replacement(f"{_BLOCKS}:_compute_slot_mappings_kernel")
 def _compute_slot_mappings(
-    grid0,
-    grid1,
-    max_num_tokens,
-    idx_mapping,
-    query_start_loc,
-    pos,
-    block_table_ptrs,
-    block_table_strides,
-    block_sizes,
-    slot_mapping_enabled,
-    dcp_sharded,
-    slot_mappings_ptr,
-    slot_mappings_stride,
-    cp_rank,
-    CP_SIZE,
-    CP_INTERLEAVE,
-    PAD_ID,
-    TRITON_BLOCK_SIZE,
-):
+    grid0, grid1, max_num_tokens, idx_mapping, query_start_loc, pos, block_table_ptrs,
+    block_table_strides, block_sizes, slot_mapping_enabled, dcp_sharded, slot_mappings_ptr,
+    slot_mappings_stride, cp_rank, CP_SIZE, CP_INTERLEAVE, PAD_ID, TRITON_BLOCK_SIZE,
+):  # fmt: skip
     assert CP_SIZE == 1  # vLLM's attention for CPUs has no context parallelism
     num_reqs = grid1 - 1
     for group in range(grid0):

@@ -13,14 +13,9 @@ _GUMBEL = "vllm.v1.worker.gpu.sample.gumbel"
 
 @replacement(f"{_GUMBEL}:_temperature_kernel")
 def _temperature(
-    grid0,
-    logits_ptr,
-    logits_stride,
-    expanded_idx_mapping_ptr,
-    temperature_ptr,
-    vocab_size,
+    grid0, logits_ptr, logits_stride, expanded_idx_mapping_ptr, temperature_ptr, vocab_size,
     BLOCK_SIZE,
-):
+):  # fmt: skip
     for i in range(grid0):
         temperature = temperature_ptr[expanded_idx_mapping_ptr[i]]
         if temperature != 0.0 and temperature != 1.0:
@@ -46,31 +41,12 @@ def block_argmax(row, vocab_size, block_size, num_blocks, out_value, out_token):
 
 @replacement(f"{_GUMBEL}:_gumbel_sample_kernel", compile=False)
 def _gumbel_sample(
-    grid0,
-    grid1,
-    local_argmax_ptr,
-    local_argmax_stride,
-    local_max_ptr,
-    local_max_stride,
-    logits_cache_ptr,
-    logits_cache_stride_0,
-    logits_cache_stride_1,
-    logits_cache_col_ptr,
-    logits_cache_source_ptr,
-    logits_cache_source_stride,
-    logits_ptr,
-    logits_stride,
-    expanded_idx_mapping_ptr,
-    seeds_ptr,
-    pos_ptr,
-    temp_ptr,
-    vocab_size,
-    BLOCK_SIZE,
-    IS_DRAFTING,
-    APPLY_TEMPERATURE,
-    USE_FP64,
-    PER_TOKEN_COL,
-):
+    grid0, grid1, local_argmax_ptr, local_argmax_stride, local_max_ptr, local_max_stride,
+    logits_cache_ptr, logits_cache_stride_0, logits_cache_stride_1, logits_cache_col_ptr,
+    logits_cache_source_ptr, logits_cache_source_stride, logits_ptr, logits_stride,
+    expanded_idx_mapping_ptr, seeds_ptr, pos_ptr, temp_ptr, vocab_size, BLOCK_SIZE, IS_DRAFTING,
+    APPLY_TEMPERATURE, USE_FP64, PER_TOKEN_COL,
+):  # fmt: skip
     # Refused on a CPU; of other methods' drafters.
     assert not (USE_FP64 or IS_DRAFTING or APPLY_TEMPERATURE)
     for i in range(grid0):

@@ -26,17 +26,9 @@ def log_sum_exp(row, block_size):
 
 @replacement(f"{_LOGPROB}:_topk_log_softmax_kernel", compile=False)
 def _topk_log_softmax(
-    grid0,
-    output_ptr,
-    logits_ptr,
-    logits_stride,
-    topk_ids_ptr,
-    topk_ids_stride,
-    topk,
-    vocab_size,
-    BLOCK_SIZE,
-    TOPK_BLOCK_SIZE,
-):
+    grid0, output_ptr, logits_ptr, logits_stride, topk_ids_ptr, topk_ids_stride, topk, vocab_size,
+    BLOCK_SIZE, TOPK_BLOCK_SIZE,
+):  # fmt: skip
     for i in range(grid0):
         row = logits_ptr[i * logits_stride :][:vocab_size]
         top, rest = log_sum_exp(row, BLOCK_SIZE)
@@ -57,21 +49,11 @@ def _ranks(grid0, output_ptr, logits_ptr, logits_stride, token_ids_ptr, vocab_si
 
 @replacement(f"{_LOGPROB}:_fill_logprob_token_ids_kernel")
 def _fill_logprob_token_ids(
-    grid0,
-    out_token_ids_ptr,
-    out_token_ids_stride,
-    out_valid_mask_ptr,
-    out_valid_mask_stride,
-    sampled_token_ids_ptr,
-    topk_indices_ptr,
-    topk_indices_stride,
-    expanded_idx_mapping_ptr,
-    num_per_req_token_ids_ptr,
-    per_req_token_ids_ptr,
-    per_req_token_ids_stride,
-    NUM_TOPK,
+    grid0, out_token_ids_ptr, out_token_ids_stride, out_valid_mask_ptr, out_valid_mask_stride,
+    sampled_token_ids_ptr, topk_indices_ptr, topk_indices_stride, expanded_idx_mapping_ptr,
+    num_per_req_token_ids_ptr, per_req_token_ids_ptr, per_req_token_ids_stride, NUM_TOPK,
     PADDED_COLS,
-):
+):  # fmt: skip
     for i in range(grid0):
         tokens = row_of(out_token_ids_ptr, out_token_ids_stride, i)
         valid = row_of(out_valid_mask_ptr, out_valid_mask_stride, i)
@@ -86,15 +68,9 @@ def _fill_logprob_token_ids(
 
 @replacement("vllm.v1.worker.gpu.sample.prompt_logprob:_prompt_logprobs_token_ids_kernel")
 def _prompt_logprobs_token_ids(
-    grid0,
-    prompt_logprobs_token_ids_ptr,
-    query_start_loc_ptr,
-    idx_mapping_ptr,
-    num_computed_tokens_ptr,
-    all_token_ids_ptr,
-    all_token_ids_stride,
-    BLOCK_SIZE,
-):
+    grid0, prompt_logprobs_token_ids_ptr, query_start_loc_ptr, idx_mapping_ptr,
+    num_computed_tokens_ptr, all_token_ids_ptr, all_token_ids_stride, BLOCK_SIZE,
+):  # fmt: skip
     for i in range(grid0):
         slot = idx_mapping_ptr[i]
         start, end = query_start_loc_ptr[i], query_start_loc_ptr[i + 1]

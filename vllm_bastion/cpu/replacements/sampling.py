@@ -24,22 +24,11 @@ def _min_p(
 
 @replacement(f"{_SAMPLE}.penalties:_penalties_kernel")
 def _penalties(
-    grid0,
-    logits_ptr,
-    logits_stride,
-    expanded_idx_mapping_ptr,
-    token_ids_ptr,
-    expanded_local_pos_ptr,
-    repetition_penalty_ptr,
-    frequency_penalty_ptr,
-    presence_penalty_ptr,
-    prompt_bin_mask_ptr,
-    prompt_bin_mask_stride,
-    output_bin_counts_ptr,
-    output_bin_counts_stride,
-    vocab_size,
-    BLOCK_SIZE,
-):
+    grid0, logits_ptr, logits_stride, expanded_idx_mapping_ptr, token_ids_ptr,
+    expanded_local_pos_ptr, repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr,
+    prompt_bin_mask_ptr, prompt_bin_mask_stride, output_bin_counts_ptr, output_bin_counts_stride,
+    vocab_size, BLOCK_SIZE,
+):  # fmt: skip
     one = np.float32(1.0)
     for i in range(grid0):
         slot = expanded_idx_mapping_ptr[i]
@@ -67,19 +56,10 @@ def _penalties(
 
 @replacement(f"{_SAMPLE}.penalties:_bincount_kernel")
 def _bincount(
-    grid0,
-    grid1,
-    expanded_idx_mapping_ptr,
-    all_token_ids_ptr,
-    all_token_ids_stride,
-    prompt_len_ptr,
-    prefill_len_ptr,
-    prompt_bin_mask_ptr,
-    prompt_bin_mask_stride,
-    output_bin_counts_ptr,
-    output_bin_counts_stride,
-    BLOCK_SIZE,
-):
+    grid0, grid1, expanded_idx_mapping_ptr, all_token_ids_ptr, all_token_ids_stride, prompt_len_ptr,
+    prefill_len_ptr, prompt_bin_mask_ptr, prompt_bin_mask_stride, output_bin_counts_ptr,
+    output_bin_counts_stride, BLOCK_SIZE,
+):  # fmt: skip
     for i in range(grid0):
         slot = expanded_idx_mapping_ptr[i]
         prompt_len, prefill_len = prompt_len_ptr[slot], prefill_len_ptr[slot]
@@ -96,23 +76,11 @@ def _bincount(
 
 @replacement(f"{_SAMPLE}.bad_words:_bad_words_kernel")
 def _bad_words(
-    grid0,
-    grid1,
-    logits_ptr,
-    logits_stride,
-    expanded_idx_mapping_ptr,
-    bad_word_token_ids_ptr,
-    bad_word_token_ids_stride,
-    bad_word_offsets_ptr,
-    bad_word_offsets_stride,
-    num_bad_words_ptr,
-    all_token_ids_ptr,
-    all_token_ids_stride,
-    prompt_len_ptr,
-    total_len_ptr,
-    input_ids_ptr,
+    grid0, grid1, logits_ptr, logits_stride, expanded_idx_mapping_ptr, bad_word_token_ids_ptr,
+    bad_word_token_ids_stride, bad_word_offsets_ptr, bad_word_offsets_stride, num_bad_words_ptr,
+    all_token_ids_ptr, all_token_ids_stride, prompt_len_ptr, total_len_ptr, input_ids_ptr,
     expanded_local_pos_ptr,
-):
+):  # fmt: skip
     for i in range(grid0):
         slot = expanded_idx_mapping_ptr[i]
         pos = expanded_local_pos_ptr[i]
@@ -143,29 +111,12 @@ def _bad_words(
 
 @replacement(f"{_SAMPLE}.logit_bias:_bias_kernel")
 def _bias(
-    grid0,
-    logits_ptr,
-    logits_stride,
-    vocab_size,
-    expanded_idx_mapping_ptr,
-    num_allowed_token_ids_ptr,
-    allowed_token_ids_ptr,
-    allowed_token_ids_stride,
-    num_logit_bias_ptr,
-    bias_token_ids_ptr,
-    bias_token_ids_stride,
-    bias_ptr,
-    bias_stride,
-    pos_ptr,
-    min_lens_ptr,
-    num_stop_token_ids_ptr,
-    restore_when_all_masked_ptr,
-    stop_token_ids_ptr,
-    stop_token_ids_stride,
-    BLOCK_SIZE,
-    LOGITS_BLOCK_SIZE,
-    CHECK_ALL_MASKED_ROWS,
-):
+    grid0, logits_ptr, logits_stride, vocab_size, expanded_idx_mapping_ptr,
+    num_allowed_token_ids_ptr, allowed_token_ids_ptr, allowed_token_ids_stride, num_logit_bias_ptr,
+    bias_token_ids_ptr, bias_token_ids_stride, bias_ptr, bias_stride, pos_ptr, min_lens_ptr,
+    num_stop_token_ids_ptr, restore_when_all_masked_ptr, stop_token_ids_ptr, stop_token_ids_stride,
+    BLOCK_SIZE, LOGITS_BLOCK_SIZE, CHECK_ALL_MASKED_ROWS,
+):  # fmt: skip
     saved = np.empty(BLOCK_SIZE, dtype=np.float32)
     for i in range(grid0):
         slot = expanded_idx_mapping_ptr[i]
@@ -204,17 +155,9 @@ def _bias(
 
 @replacement("vllm.v1.worker.gpu.structured_outputs:_apply_grammar_bitmask_kernel")
 def _apply_grammar_bitmask(
-    grid0,
-    logits_ptr,
-    logits_stride,
-    logits_indices_ptr,
-    cu_num_logits_ptr,
-    bitmask_ptr,
-    bitmask_stride,
-    vocab_size,
-    MASK_STRIDE,
-    BLOCK_SIZE,
-):
+    grid0, logits_ptr, logits_stride, logits_indices_ptr, cu_num_logits_ptr, bitmask_ptr,
+    bitmask_stride, vocab_size, MASK_STRIDE, BLOCK_SIZE,
+):  # fmt: skip
     for i in range(grid0):
         request, position = (
             logits_indices_ptr[i] // MASK_STRIDE,

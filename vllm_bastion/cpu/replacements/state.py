@@ -29,18 +29,9 @@ def _fill_num_accepted(grid0, idx_mapping_ptr, num_accepted_ptr, num_sampled):
 
 @replacement(f"{_MAMBA}:preprocess_mamba_align_fused_kernel")
 def _preprocess_mamba_align(
-    grid0,
-    idx_mapping_ptr,
-    state_idx_ptr,
-    num_computed_tokens_ptr,
-    query_start_loc_ptr,
-    num_accepted_tokens_ptr,
-    src_col_ptr,
-    src_off_ptr,
-    num_reqs,
-    BLOCK_SIZE,
-    MAMBA_BLOCK_SIZE,
-):
+    grid0, idx_mapping_ptr, state_idx_ptr, num_computed_tokens_ptr, query_start_loc_ptr,
+    num_accepted_tokens_ptr, src_col_ptr, src_off_ptr, num_reqs, BLOCK_SIZE, MAMBA_BLOCK_SIZE,
+):  # fmt: skip
     for i in range(num_reqs):
         slot = idx_mapping_ptr[i]
         column = state_idx_ptr[slot]
@@ -78,29 +69,12 @@ def _copy_states(
 
 @replacement(f"{_MAMBA}:precopy_mamba_align_fused_kernel")
 def _precopy_mamba_align(
-    grid0,
-    grid1,
-    grid2,
-    mamba_state_idx_ptr,
-    src_col_ptr,
-    token_bias_ptr,
-    block_table_ptrs_ptr,
-    block_table_stride_req,
-    state_base_addrs_ptr,
-    state_block_strides_ptr,
-    state_elem_sizes_ptr,
-    state_inner_sizes_ptr,
-    state_conv_widths_ptr,
-    state_group_indices_ptr,
-    state_dim_row_count_ptr,
-    state_dim_row_stride_ptr,
-    idx_mapping_ptr,
-    num_reqs,
-    COPY_BLOCK_SIZE,
-    CONV_STATE_DIM_FIRST,
-    HAS_IDX_MAPPING=True,
-    TEMPORAL_TILES=1,
-):
+    grid0, grid1, grid2, mamba_state_idx_ptr, src_col_ptr, token_bias_ptr, block_table_ptrs_ptr,
+    block_table_stride_req, state_base_addrs_ptr, state_block_strides_ptr, state_elem_sizes_ptr,
+    state_inner_sizes_ptr, state_conv_widths_ptr, state_group_indices_ptr, state_dim_row_count_ptr,
+    state_dim_row_stride_ptr, idx_mapping_ptr, num_reqs, COPY_BLOCK_SIZE, CONV_STATE_DIM_FIRST,
+    HAS_IDX_MAPPING=True, TEMPORAL_TILES=1,
+):  # fmt: skip
     layers = (
         block_table_ptrs_ptr, block_table_stride_req, state_base_addrs_ptr, state_block_strides_ptr,
         state_elem_sizes_ptr, state_inner_sizes_ptr, state_conv_widths_ptr, state_group_indices_ptr,
@@ -116,34 +90,14 @@ def _precopy_mamba_align(
 
 @replacement(f"{_MAMBA}:postprocess_mamba_fused_kernel")
 def _postprocess_mamba(
-    grid0,
-    grid1,
-    grid2,
-    num_accepted_tokens_ptr,
-    mamba_state_idx_ptr,
-    num_scheduled_tokens_ptr,
-    num_computed_tokens_ptr,
-    num_draft_tokens_ptr,
-    block_table_ptrs_ptr,
-    block_table_stride_req,
-    state_base_addrs_ptr,
-    state_block_strides_ptr,
-    state_elem_sizes_ptr,
-    state_inner_sizes_ptr,
-    state_conv_widths_ptr,
-    state_group_indices_ptr,
-    state_dim_row_count_ptr,
-    state_dim_row_stride_ptr,
-    num_accepted_tokens_out_ptr,
-    idx_mapping_ptr,
-    num_reqs,
-    block_size,
-    COPY_BLOCK_SIZE,
-    CONV_STATE_DIM_FIRST,
-    HAS_IDX_MAPPING=False,
-    PRECOMPUTED_NEW_COMPUTED=False,
+    grid0, grid1, grid2, num_accepted_tokens_ptr, mamba_state_idx_ptr, num_scheduled_tokens_ptr,
+    num_computed_tokens_ptr, num_draft_tokens_ptr, block_table_ptrs_ptr, block_table_stride_req,
+    state_base_addrs_ptr, state_block_strides_ptr, state_elem_sizes_ptr, state_inner_sizes_ptr,
+    state_conv_widths_ptr, state_group_indices_ptr, state_dim_row_count_ptr,
+    state_dim_row_stride_ptr, num_accepted_tokens_out_ptr, idx_mapping_ptr, num_reqs, block_size,
+    COPY_BLOCK_SIZE, CONV_STATE_DIM_FIRST, HAS_IDX_MAPPING=False, PRECOMPUTED_NEW_COMPUTED=False,
     TEMPORAL_TILES=1,
-):
+):  # fmt: skip
     # V2 passes request slots and the new number of computed tokens.
     assert HAS_IDX_MAPPING and PRECOMPUTED_NEW_COMPUTED
     layers = (
@@ -170,15 +124,9 @@ def _postprocess_mamba(
 
 @replacement("vllm.v1.worker.utils:_zero_kv_blocks_kernel")
 def _zero_kv_blocks(
-    grid0,
-    grid1,
-    grid2,
-    seg_addrs_ptr,
-    seg_block_strides_ptr,
-    seg_page_sizes_ptr,
-    block_ids_ptr,
+    grid0, grid1, grid2, seg_addrs_ptr, seg_block_strides_ptr, seg_page_sizes_ptr, block_ids_ptr,
     BLOCK_SIZE,
-):
+):  # fmt: skip
     for segment in range(grid1):
         stride = seg_block_strides_ptr[segment]
         size = min(seg_page_sizes_ptr[segment], grid2 * BLOCK_SIZE)
@@ -191,20 +139,10 @@ def _zero_kv_blocks(
 
 @replacement("vllm.v1.worker.gpu.mm.rope:_prepare_rope_positions_kernel")
 def _prepare_rope_positions(
-    grid0,
-    positions_ptr,
-    positions_stride,
-    prefill_positions_ptr,
-    prefill_positions_stride0,
-    prefill_positions_stride1,
-    prefill_delta_ptr,
-    idx_mapping_ptr,
-    query_start_loc_ptr,
-    prefill_lens_ptr,
-    num_computed_tokens_ptr,
-    BLOCK_SIZE,
-    NUM_DIMS,
-):
+    grid0, positions_ptr, positions_stride, prefill_positions_ptr, prefill_positions_stride0,
+    prefill_positions_stride1, prefill_delta_ptr, idx_mapping_ptr, query_start_loc_ptr,
+    prefill_lens_ptr, num_computed_tokens_ptr, BLOCK_SIZE, NUM_DIMS,
+):  # fmt: skip
     for i in range(grid0):
         slot = idx_mapping_ptr[i]
         computed, start = num_computed_tokens_ptr[slot], query_start_loc_ptr[i]

@@ -24,22 +24,11 @@ def _last_match(tokens, low, high, marker):
 
 @replacement(f"{_THINKING}:_update_committed_marker_cache_kernel")
 def _update_committed_marker_cache(
-    grid0,
-    req_ids_ptr,
-    thinking_token_budget_ptr,
-    all_token_ids_ptr,
-    all_token_ids_stride,
-    total_len_ptr,
-    cached_last_start_ptr,
-    cached_last_end_ptr,
-    cached_scan_pos_ptr,
-    reasoning_start_token_ids_ptr,
-    natural_reasoning_end_token_ids_ptr,
-    START_LEN,
-    NATURAL_END_LEN,
-    MAX_LEN,
-    BLOCK,
-):
+    grid0, req_ids_ptr, thinking_token_budget_ptr, all_token_ids_ptr, all_token_ids_stride,
+    total_len_ptr, cached_last_start_ptr, cached_last_end_ptr, cached_scan_pos_ptr,
+    reasoning_start_token_ids_ptr, natural_reasoning_end_token_ids_ptr, START_LEN, NATURAL_END_LEN,
+    MAX_LEN, BLOCK,
+):  # fmt: skip
     start_marker = reasoning_start_token_ids_ptr[:START_LEN]
     end_marker = natural_reasoning_end_token_ids_ptr[:NATURAL_END_LEN]
     for i in range(grid0):
@@ -87,25 +76,12 @@ def _effective_match(tokens, drafts, begin, marker):
 
 @replacement(f"{_THINKING}:_thinking_budget_kernel")
 def _thinking_budget(
-    grid0,
-    logits_ptr,
-    logits_stride,
-    expanded_idx_mapping_ptr,
-    thinking_token_budget_ptr,
-    all_token_ids_ptr,
-    all_token_ids_stride,
-    total_len_ptr,
-    input_ids_ptr,
-    expanded_local_pos_ptr,
-    cached_last_start_ptr,
-    cached_last_end_ptr,
-    reasoning_start_token_ids_ptr,
-    natural_reasoning_end_token_ids_ptr,
-    reasoning_end_token_ids_ptr,
-    START_LEN,
-    NATURAL_END_LEN,
+    grid0, logits_ptr, logits_stride, expanded_idx_mapping_ptr, thinking_token_budget_ptr,
+    all_token_ids_ptr, all_token_ids_stride, total_len_ptr, input_ids_ptr, expanded_local_pos_ptr,
+    cached_last_start_ptr, cached_last_end_ptr, reasoning_start_token_ids_ptr,
+    natural_reasoning_end_token_ids_ptr, reasoning_end_token_ids_ptr, START_LEN, NATURAL_END_LEN,
     END_LEN,
-):
+):  # fmt: skip
     start_marker = reasoning_start_token_ids_ptr[:START_LEN]
     end_marker = natural_reasoning_end_token_ids_ptr[:NATURAL_END_LEN]
     for i in range(grid0):
