@@ -123,17 +123,13 @@ def test_a_graph_prepares_what_a_step_without_one_does(run: Any, seed: int, anch
     assert torch.equal(found["source"][:rows][live], expected["source"][live])
     assert found["source"][:rows][~live].eq(-1).all() and found["source"][rows:].eq(-1).all()
     assert kept.any() and not kept[~live].any()
-    for name in ("context_positions", "context_slots"):
+    sizes = dict.fromkeys(("context_positions", "context_slots"), rows)
+    sizes |= dict.fromkeys(("input_ids", "query_positions", "is_padding", "query_slots"), queries)
+    sizes |= {"query_starts": batch.padded + 1, "seq_lens": batch.padded}
+    for name, size in sizes.items():
         ours, theirs = ([x] if isinstance(x, Tensor) else x for x in (found[name], expected[name]))
         for own, other in zip(ours, theirs, strict=True):
-            assert torch.equal(own[:rows], other)
-    for name in ("input_ids", "query_positions", "is_padding", "query_slots"):
-        ours, theirs = ([x] if isinstance(x, Tensor) else x for x in (found[name], expected[name]))
-        for own, other in zip(ours, theirs, strict=True):
-            assert torch.equal(own[:queries], other[:queries])
-    assert torch.equal(found["query_starts"][: batch.padded + 1],
-                       expected["query_starts"][: batch.padded + 1])  # fmt: skip
-    assert torch.equal(found["seq_lens"][: batch.padded], expected["seq_lens"][: batch.padded])
+            assert torch.equal(own[:size], other[:size]), name
     assert torch.equal(found["row_slots"][: batch.padded], batch.slots[: batch.padded])
     for slots in found["context_slots"]:
         assert slots[rows : batch.padded * WIDTH].eq(-1).all()
