@@ -15,18 +15,19 @@ import numpy as np
 import pytest
 import torch
 from vllm.sampling_params import SamplingParams
-from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
 from tests.trees import make_trees
-from vllm_bastion.cpu.replacements import places
 from vllm_bastion.engine import logprobs as path_logprobs
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.sampler import TreeRejectionSampler
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's state on the host")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's state on the host"),
+    pytest.mark.usefixtures("pytorch_top_k"),
+]
 
 VOCAB, DEPTH, NODES, CPU = 24, 5, 14, torch.device("cpu")
 # Few tokens, so that words and markers are met all the time.
@@ -68,23 +69,6 @@ KINDS: dict[str, SamplingParams] = {
         logprobs=4,
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _pytorch_top_k(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a CPU worker: the interpreter cannot run vLLM's Triton kernel."""
-    monkeypatch.setattr(
-        topk_topp_sampler,
-        "apply_top_k_top_p_triton",
-        lambda logits, k, p, **_: topk_topp_sampler.apply_top_k_top_p_pytorch(logits, k, p, True),
-    )
-
-
-@pytest.fixture
-def replacements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's kernels as a CPU worker runs them; without this they run in the interpreter."""
-    for holder, attribute, own in places():
-        monkeypatch.setattr(holder, attribute, own)
 
 
 @dataclass

@@ -20,19 +20,19 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from vllm.sampling_params import SamplingParams
-from vllm.v1.sample.ops import topk_topp_sampler
-from vllm.v1.worker.gpu.sample import gumbel, logit_bias, min_p, penalties
-from vllm.v1.worker.gpu.sample import states as sampling_states
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
 from bastion_kernels import expand_best_first
 from tests.trees import make_trees
-from vllm_bastion.cpu.replacements import places
 from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.engine.sampler import TreeRejectionSampler
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the draw on the host")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the draw on the host"),
+    # Kernels that the interpreter runs row by row.
+    pytest.mark.usefixtures("pytorch_top_k", "replacements"),
+]
 
 VOCAB, DEPTH, NODES = 12, 4, 16
 SLOTS, CALLS = 1000, 100
@@ -188,32 +188,6 @@ def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], fl
     return float(chisquare(observed, wanted).pvalue)
 
 
-@pytest.fixture(autouse=True)
-def fast_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fast versions of Triton kernels of vLLM that the interpreter runs row by row."""
-
-    def apply_temperature(
-        logits: torch.Tensor, slots: torch.Tensor, temperature: torch.Tensor
-    ) -> None:
-        logits /= temperature[slots][:, None]
-
-    monkeypatch.setattr(sampling_states, "apply_temperature", apply_temperature)
-    monkeypatch.setattr(
-        topk_topp_sampler,
-        "apply_top_k_top_p_triton",
-        lambda logits, k, p, **_: topk_topp_sampler.apply_top_k_top_p_pytorch(logits, k, p, True),
-    )
-    replacements = {name: own for _, name, own in places()}
-    for module, kernel in (
-        (penalties, "_penalties_kernel"),
-        (logit_bias, "_bias_kernel"),
-        (min_p, "_min_p_kernel"),
-        (gumbel, "_gumbel_sample_kernel"),
-    ):
-        monkeypatch.setattr(module, kernel, replacements[kernel])
-    np.random.seed(11)  # where vLLM takes the seeds of unseeded requests from
-
-
 @pytest.mark.parametrize(
     ("shape", "kind"),
     [
@@ -230,6 +204,7 @@ def fast_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 def test_emitted_sequences_have_the_targets_distribution(shape: str, kind: str) -> None:
+    np.random.seed(11)  # where vLLM takes the seeds of unseeded requests from
     tree, params = TREES[shape], PARAMS[kind]
     logits = node_logits(tree)
     expected = sequence_probabilities(tree, node_probabilities(tree, logits, params))
