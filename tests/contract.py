@@ -15,16 +15,12 @@ from dataclasses import dataclass
 
 MINORS = ("0.32", "0.33")
 _SHORT = {
-    "GPU": "vllm.v1.worker.gpu",
-    "SPEC": "vllm.v1.worker.gpu.spec_decode",
-    "SAMPLE": "vllm.v1.worker.gpu.sample",
-    "SCHED": "vllm.v1.core.sched",
-    "FLASH": "vllm.v1.attention.backends.flash_attn",
-    "MODELS": "vllm.model_executor.models",
-    "LAYERS": "vllm.model_executor.layers",
-    "RUNNER": "vllm.v1.worker.gpu.model_runner",
+    "GPU": "vllm.v1.worker.gpu", "SPEC": "vllm.v1.worker.gpu.spec_decode",
+    "SAMPLE": "vllm.v1.worker.gpu.sample", "SCHED": "vllm.v1.core.sched",
+    "FLASH": "vllm.v1.attention.backends.flash_attn", "MODELS": "vllm.model_executor.models",
+    "LAYERS": "vllm.model_executor.layers", "RUNNER": "vllm.v1.worker.gpu.model_runner",
     "STRUCTURED": "vllm.v1.structured_output",
-}
+}  # fmt: skip
 _TABLE = """
 attention/cuda.py
   FLASH:FlashAttentionMetadataBuilder.build @why `fast_build` plans nothing ahead; splits are

@@ -37,13 +37,9 @@ def make_adapter(target: str, folder: Path, seed: int, head: bool = False) -> st
             weights[f"base_model.model.{name}.lora_{side}.weight"] = values
     save_file(weights, folder / "adapter_model.safetensors")
     config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": target,
-        "r": RANK,
-        "lora_alpha": RANK,
-        "bias": "none",
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": target, "r": RANK,
+        "lora_alpha": RANK, "bias": "none",
         "target_modules": sorted({name.rpartition(".")[2] for name in names}),
-    }
+    }  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return str(folder)

@@ -28,16 +28,10 @@ def captured(session: Any) -> list[dict[str, Any]]:
     out = []
     for kind, rows in (("trees", 8), ("piecewise", 8), ("plain", 2)):
         prepared = prepare_inputs_to_capture(
-            2,
-            rows,
-            state,
-            runner.input_buffers,
-            runner.block_tables,
-            runner.attn_groups,
-            runner.kv_cache_config,
-            full_cudagraph=kind != "piecewise",
+            2, rows, state, runner.input_buffers, runner.block_tables, runner.attn_groups,
+            runner.kv_cache_config, full_cudagraph=kind != "piecewise",
             max_query_len=1 if kind == "plain" else None,
-        )
+        )  # fmt: skip
         with_trees = {
             name
             for name, metadata in prepared.attn_metadata.items()

@@ -58,15 +58,10 @@ def _dflash2(config: dict[str, Any], noise: Any) -> Made:
 def _lilicorr(config: dict[str, Any], noise: Any) -> Made:
     config["architectures"] = ["LiLiCorrDraftModel"]
     config["dflash_config"] |= {
-        "lilicorr_hidden_size": _WIDTH,
-        "lilicorr_candidate_topk": CANDIDATES,
-        "lilicorr_num_heads": _HEADS,
-        "lilicorr_num_layers": 1,
-        "lilicorr_mlp_ratio": 2.0,
-        "lilicorr_factor_dim": _FACTOR,
-        "lilicorr_vector_eps": 1e-6,
-        "lilicorr_logit_scale": 3.0,
-    }
+        "lilicorr_hidden_size": _WIDTH, "lilicorr_candidate_topk": CANDIDATES,
+        "lilicorr_num_heads": _HEADS, "lilicorr_num_layers": 1, "lilicorr_mlp_ratio": 2.0,
+        "lilicorr_factor_dim": _FACTOR, "lilicorr_vector_eps": 1e-6, "lilicorr_logit_scale": 3.0,
+    }  # fmt: skip
     weights: Made = {}
     for name, outputs, inputs in (
         ("token_proj", _WIDTH, _HIDDEN),
@@ -109,12 +104,9 @@ REDUCED = ("speculators-dflash", "speculators-dspark")
 
 def _make_dspark(from_anchor: bool, config: dict[str, Any], noise: Any) -> Made:
     config |= config.pop("dflash_config") | {
-        "architectures": ["Qwen3DSparkModel"],
-        "sample_from_anchor": from_anchor,
-        "block_size": _BLOCK - from_anchor,
-        "markov_rank": _RANK,
-        "dspark_draft_topk": CANDIDATES,
-    }
+        "architectures": ["Qwen3DSparkModel"], "sample_from_anchor": from_anchor,
+        "block_size": _BLOCK - from_anchor, "markov_rank": _RANK, "dspark_draft_topk": CANDIDATES,
+    }  # fmt: skip
     return _markov_head(_VOCAB, noise)
 
 

@@ -19,49 +19,31 @@ from tests.e2e.engines import PAIR, TARGET, Engine
 
 LAYERS = 6
 _SIZES: dict[str, Any] = {
-    "vocab_size": 1024,
-    "hidden_size": 192,
-    "intermediate_size": 256,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
+    "vocab_size": 1024, "hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32,
     "max_position_embeddings": 4096,
-    # large enough that the best token depends on the text
-    "initializer_range": 0.15,
-    "bos_token_id": None,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
+    "initializer_range": 0.15,  # large enough that the best token depends on the text
+    "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 _DELTA_NETS = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
-    "linear_conv_kernel_dim": 4,
-}
+    "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 _QWEN_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _SHARED_EXPERTS = {**_QWEN_EXPERTS, "shared_expert_intermediate_size": 64}
 _MROPE = {
-    "rope_type": "default",
-    "rope_theta": 100.0,
-    "partial_rotary_factor": 1.0,
-    "mrope_section": [8, 4, 4],
-    "mrope_interleaved": True,
-}
+    "rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0,
+    "mrope_section": [8, 4, 4], "mrope_interleaved": True,
+}  # fmt: skip
 _QWEN3_5: dict[str, Any] = {**_DELTA_NETS, "rope_parameters": _MROPE}
 _VISION = {
-    "depth": 1,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_heads": 2,
-    "out_hidden_size": _SIZES["hidden_size"],
-    "num_position_embeddings": 16,
-}
+    "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2,
+    "out_hidden_size": _SIZES["hidden_size"], "num_position_embeddings": 16,
+}  # fmt: skip
 _GEMMA_4: dict[str, Any] = {
     "global_head_dim": 64,
     "sliding_window": 24,
@@ -70,6 +52,9 @@ _GEMMA_4: dict[str, Any] = {
     "tie_word_embeddings": False,  # otherwise every token repeats itself
     "vocab_size_per_layer_input": _SIZES["vocab_size"],
 }
+_ONE_PROJECTION = {
+    "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+}  # fmt: skip
 # The last four tokens of the vocabulary in a target with images.
 _IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 VISION_START, VISION_END, IMAGE, _VIDEO = range(1020, 1024)
@@ -78,6 +63,11 @@ _IMAGE_IDS = {
     "video_token_id": _VIDEO,
     "vision_start_token_id": VISION_START,
     "vision_end_token_id": VISION_END,
+}
+_QWEN3_VL = {
+    "text_config": _SIZES | {"rope_parameters": _MROPE},
+    "vision_config": _VISION | {"depth": 3, "deepstack_visual_indexes": [0, 1]},
+    **_IMAGE_IDS,
 }
 # The sizes of an image that a processor passes on, in pixels: 4 to 16 tokens.
 _PIXELS = {"shortest_edge": 64 * 64, "longest_edge": 128 * 128}
@@ -94,24 +84,9 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_5",
         {"text_config": _SIZES | _QWEN3_5, "vision_config": _VISION, **_IMAGE_IDS},
     ),
-    "qwen3-vl": (
-        "qwen3_vl",
-        {
-            "text_config": _SIZES | {"rope_parameters": _MROPE},
-            "vision_config": _VISION | {"depth": 3, "deepstack_visual_indexes": [0, 1]},
-            **_IMAGE_IDS,
-        },
-    ),
+    "qwen3-vl": ("qwen3_vl", _QWEN3_VL),
     # As the larger models: one projection for keys and values.
-    "gemma-4": (
-        "gemma4_text",
-        _GEMMA_4
-        | {
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 1,
-            "hidden_size_per_layer_input": 0,
-        },
-    ),
+    "gemma-4": ("gemma4_text", _GEMMA_4 | _ONE_PROJECTION),
     # As the smaller ones: layers that read other layers' keys, embeddings for each layer.
     "gemma-4-shared-keys": (
         "gemma4_text",

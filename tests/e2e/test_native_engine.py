@@ -82,13 +82,9 @@ def run(
     in_one: one after the other in one process.
     """
     usual = {
-        "model": TARGET,
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 128,
-        "max_num_seqs": 3,
-        "kv_cache_memory_bytes": 1 << 26,
-    }
+        "model": TARGET, "dtype": "float32", "enforce_eager": True, "max_model_len": 128,
+        "max_num_seqs": 3, "kv_cache_memory_bytes": 1 << 26,
+    }  # fmt: skip
     code = _CODE.replace("ENGINES", repr(json.dumps([usual | engine for engine in engines])))
     code = code.replace("IN_ONE_PROCESS", str(in_one))
     environment: dict[str, str | None] = dict.fromkeys(_OURS)

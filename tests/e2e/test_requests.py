@@ -33,16 +33,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "bias": {"logit_bias": {str(token): 2.0 for token in range(60, 90)}},
     "min-p": {"min_p": 0.2, "logprobs": 1},
     "everything": {
-        "repetition_penalty": 1.1,
-        "presence_penalty": 0.5,
-        "bad_words": ["return", "of the"],
-        "min_tokens": 12,
-        "logprobs": 1,
-        "top_p": 0.9,
-        "min_p": 0.05,
+        "repetition_penalty": 1.1, "presence_penalty": 0.5, "bad_words": ["return", "of the"],
+        "min_tokens": 12, "logprobs": 1, "top_p": 0.9, "min_p": 0.05,
         "logit_bias": {"70": 1.5, "300": -4.0},
     },
-}
+}  # fmt: skip
 
 
 def wishes(

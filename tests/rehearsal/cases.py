@@ -134,12 +134,9 @@ _HYBRID: dict[str, Any] = {
 
 # A block of states has 544 tokens, and ends in the texts that are decoded.
 _CACHED: dict[str, Any] = {
-    "plain": "plain-cached",
-    "pair": TINY / "hybrid",
-    "long": 541,
-    "tokens": 20,
+    "plain": "plain-cached", "pair": TINY / "hybrid", "long": 541, "tokens": 20,
     "arguments": {**_HYBRID["arguments"], "max_model_len": 1024, "max_num_batched_tokens": 768},
-}
+}  # fmt: skip
 
 _ADAPTERS: dict[str, Any] = {
     "plain": "plain-adapters",

@@ -13,17 +13,10 @@ from tests.rehearsal.cases import PROMPTS, ROOT, Case
 PAGE = ROOT / "docs" / "rehearsal.md"
 _BEGIN, _END = "<!-- rehearsal:begin -->", "<!-- rehearsal:end -->"
 _COLUMNS = (
-    "engine",
-    "tokens equal plain",
-    "faults",
-    "launches outside graphs",
-    "graphs (kernels inside)",
-    "copies to / from / within the device",
-    "waits: vLLM's + ours",
-    "stream waits",
-    "event records",
+    "engine", "tokens equal plain", "faults", "launches outside graphs", "graphs (kernels inside)",
+    "copies to / from / within the device", "waits: vLLM's + ours", "stream waits", "event records",
     "blocking copies, syncs, allocations",
-)
+)  # fmt: skip
 _Results = dict[str, dict[str, Any]]
 
 
