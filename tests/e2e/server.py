@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start `vllm serve` in a process of its own, and wait until it answers."""
+"""`vllm serve` in a process of its own: started until it answers, and asked."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -14,10 +15,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.error import URLError
-from urllib.request import urlopen
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
 
 from benchmarks import ROOT
+from tests.e2e.engines import TARGET
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 _START_S, _STOP_S = 900, 60
@@ -25,23 +30,51 @@ _START_S, _STOP_S = 900, 60
 
 @dataclass(frozen=True)
 class Server:
-    """A running server: its address, its process group and the seconds that its start took."""
+    """A running server and its requests."""
 
     url: str
-    port: int
-    group: int
-    start_s: float
+
+    def get(self, path: str) -> str:
+        with urlopen(self.url + path, timeout=60) as answer:
+            return answer.read().decode()
 
     def healthy(self) -> bool:
         try:
-            with urlopen(f"{self.url}/health", timeout=30) as answer:
-                return bool(answer.status == 200)
-        except (URLError, OSError):
+            self.get("/health")
+        except OSError:
             return False
+        return True
 
-    def metrics(self) -> str:
-        with urlopen(f"{self.url}/metrics", timeout=30) as answer:
-            return str(answer.read().decode())
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
+        return json.loads(self._open(path, body).read())
+
+    def refusal(self, path: str, **body: Any) -> str:
+        with pytest.raises(HTTPError) as refused:
+            self.post(path, **body)
+        assert refused.value.code == 400
+        return json.loads(refused.value.read())["error"]["message"]
+
+    def stream(self, path: str, **body: Any) -> Iterator[dict[str, Any]]:
+        with self._open(path, {**body, "stream": True}) as lines:
+            for line in lines:
+                text = line.decode().strip()
+                if text.startswith("data: ") and text != "data: [DONE]":
+                    yield json.loads(text.removeprefix("data: "))
+
+    def _open(self, path: str, body: dict[str, Any]) -> Any:
+        data = json.dumps({"model": TARGET, **body}).encode()
+        request = Request(self.url + path, data, {"Content-Type": "application/json"})
+        return urlopen(request, timeout=600)
+
+    def counters(self) -> dict[str, float]:
+        """The spec_decode counters of /metrics, per position `.._per_pos/i`; and plain steps."""
+        text = self.get("/metrics")
+        out = {"plain_steps": values(text, "bastion_steps_total", kind="plain")}
+        found = re.findall(r"^vllm:spec_decode_num_(\w+)_total{(.*)} (\S+)$", text, re.MULTILINE)
+        for name, labels, value in found:
+            position = re.search(r'position="(\d+)"', labels)
+            out[name + (f"/{position[1]}" if position else "")] = float(value)
+        return out
 
 
 def values(text: str, name: str, **labels: str) -> float:
@@ -68,13 +101,13 @@ def serving(arguments: Sequence[str], env: dict[str, str], log: Path) -> Iterato
         )
     try:
         begin = time.monotonic()
-        starting = Server(f"http://127.0.0.1:{port}", port, process.pid, 0.0)
-        while not starting.healthy():
+        server = Server(f"http://127.0.0.1:{port}")
+        while not server.healthy():
             if process.poll() is not None or time.monotonic() - begin > _START_S:
                 tail = log.read_text(errors="replace")[-3000:]
                 raise RuntimeError(f"the server did not start:\n{tail}")
             time.sleep(1)
-        yield Server(starting.url, port, process.pid, time.monotonic() - begin)
+        yield server
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)

@@ -9,11 +9,9 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import pytest
 
@@ -21,6 +19,7 @@ from tests.e2e import cases
 from tests.e2e import server as process
 from tests.e2e.engines import DRAFTER, ENVIRONMENT, ROOT, TARGET, Engine, Runner
 from tests.e2e.marks import on_cpu, slow
+from tests.e2e.server import Server
 from vllm_bastion.config import NGRAM_DEPTH
 
 pytestmark = on_cpu("starts a CPU server")
@@ -40,60 +39,16 @@ def environment(caches: dict[str, str]) -> dict[str, str]:
     return env
 
 
-class Server:
-    """A running server and its requests."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def get(self, path: str) -> str:
-        with urlopen(self.url + path, timeout=60) as answer:
-            return answer.read().decode()
-
-    def post(self, path: str, **body: Any) -> dict[str, Any]:
-        return json.loads(self._open(path, body).read())
-
-    def refusal(self, path: str, **body: Any) -> str:
-        with pytest.raises(HTTPError) as refused:
-            self.post(path, **body)
-        assert refused.value.code == 400
-        return json.loads(refused.value.read())["error"]["message"]
-
-    def stream(self, path: str, **body: Any) -> Iterator[dict[str, Any]]:
-        with self._open(path, {**body, "stream": True}) as lines:
-            for line in lines:
-                text = line.decode().strip()
-                if text.startswith("data: ") and text != "data: [DONE]":
-                    yield json.loads(text.removeprefix("data: "))
-
-    def _open(self, path: str, body: dict[str, Any]) -> Any:
-        data = json.dumps({"model": TARGET, **body}).encode()
-        request = Request(self.url + path, data, {"Content-Type": "application/json"})
-        return urlopen(request, timeout=600)
-
-    def counters(self) -> dict[str, float]:
-        """The spec_decode counters of /metrics, per position `.._per_pos/i`; and plain steps."""
-        text = self.get("/metrics")
-        out = {"plain_steps": process.values(text, "bastion_steps_total", kind="plain")}
-        found = re.findall(r"^vllm:spec_decode_num_(\w+)_total{(.*)} (\S+)$", text, re.MULTILINE)
-        for name, labels, value in found:
-            position = re.search(r'position="(\d+)"', labels)
-            out[name + (f"/{position[1]}" if position else "")] = float(value)
-        return out
-
-
-@contextmanager
 def serving(
     log: Path,
     caches: dict[str, str],
     *options: str,
     speculative: dict[str, Any] = SPECULATIVE,
     target: str = TARGET,
-) -> Iterator[Server]:
+) -> AbstractContextManager[Server]:
     """A server that is ready; `options` are further ones of `vllm serve`."""
     given = [target, *OPTIONS, "--speculative-config", json.dumps(speculative), *options]
-    with process.serving(given, environment(caches), log) as running:
-        yield Server(running.url)
+    return process.serving(given, environment(caches), log)
 
 
 # Compiling for the default limits of a step and timing such steps take a minute.

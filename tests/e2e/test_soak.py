@@ -18,7 +18,7 @@ from tests.e2e import server as process
 from tests.e2e.engines import TARGET, Runner
 from tests.e2e.marks import on_cpu
 from tests.e2e.test_random import random_requests
-from tests.e2e.test_serving import OPTIONS, Server, environment, serving
+from tests.e2e.test_serving import OPTIONS, environment, serving
 from vllm_bastion.config import NGRAM_DEPTH
 
 pytestmark = on_cpu("starts CPU servers", pytest.mark.slow, pytest.mark.timeout(7200))
@@ -43,7 +43,7 @@ def requests() -> list[dict[str, Any]]:
     return made
 
 
-def ask(server: Server, request: dict[str, Any], gives_up: bool = False) -> Any:
+def ask(server: process.Server, request: dict[str, Any], gives_up: bool = False) -> Any:
     """An answer's choices, the status of a refusal, or the text until the client gives up."""
     body = {"prompt": request["prompt"], "return_token_ids": True, **request["params"]}
     try:
@@ -72,7 +72,7 @@ def differs(plain: Any, other: Any) -> bool:
     return False
 
 
-def counts(server: Server) -> tuple[float, float]:
+def counts(server: process.Server) -> tuple[float, float]:
     """Tokens by vLLM's count and by ours, once every request has ended and all counts arrived."""
     last: tuple[float, ...] = ()
     for _ in range(60):
@@ -91,7 +91,7 @@ def test_random_requests_of_a_server(runner: Runner, tmp_path: Path) -> None:
     env = environment(runner.caches) | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     with ThreadPoolExecutor(AT_ONCE) as pool:
         with process.serving([TARGET, *OPTIONS, *LIMITS], env, tmp_path / "plain") as running:
-            expected = list(pool.map(partial(ask, Server(running.url)), made))
+            expected = list(pool.map(partial(ask, running), made))
         with serving(tmp_path / "bastion", runner.caches, *LIMITS) as server:
             answers = list(pool.map(partial(ask, server, gives_up=True), made))
             generated, counted = counts(server)

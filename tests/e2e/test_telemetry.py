@@ -14,8 +14,8 @@ import pytest
 from benchmarks.random_drafter import write_random
 from tests.e2e import cases
 from tests.e2e.engines import DRAFTER, GAMMA, ON_GPU, Engine, Runner
-from tests.e2e.server import values
-from tests.e2e.test_serving import SPECULATIVE, Server, serving
+from tests.e2e.server import Server, values
+from tests.e2e.test_serving import SPECULATIVE, serving
 from vllm_bastion.config import NGRAM_DEPTH
 from vllm_bastion.page import snapshot
 
