@@ -14,7 +14,7 @@ import torch
 
 
 def install() -> None:
-    """Make it importable in this process. Call before vLLM inspects the target.
+    """Make it importable in this process, which inspects models itself. Call before it does.
 
     Processors of images and videos also need it before transformers is imported.
     """
@@ -23,8 +23,5 @@ def install() -> None:
     # It has a folder of its own (.ci/setup), or transformers would find it and fail.
     sys.path.append(str(Path(torch.__file__).resolve().parents[1] / "torchvision_python"))
     from transformers.utils import import_utils
-    from vllm.model_executor.models import registry
 
     import_utils.is_torchvision_available.cache_clear()
-    # vLLM inspects models in another process, which would not find it.
-    registry._run_in_subprocess = lambda look: look()
