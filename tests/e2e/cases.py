@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from typing import Any
 
@@ -28,6 +29,31 @@ _SAMPLING: tuple[dict[str, Any], ...] = (
 )
 if ON_GPU:  # no filters: rounding also moves their cut-off, which is no near-tie
     _SAMPLING = ({"temperature": 0.8}, {"temperature": 1.0})
+KINDS: dict[str, dict[str, Any]] = {
+    "free": {},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.6, "logprobs": 2},
+    "repetition": {"repetition_penalty": 1.3},
+    "rewards": {"repetition_penalty": 0.8, "frequency_penalty": -0.3},
+    "bad-words": {"bad_words": ["the", "return", "=", " a", "in the"]},
+    "min-tokens": {"min_tokens": 20, "stop": ["e"], "stop_token_ids": list(range(2, 30))},
+    "logprobs": {"logprobs": 3, "prompt_logprobs": 2},
+    "allowed": {"allowed_token_ids": list(range(2, 600)), "logprobs": 0},
+    "bias": {"logit_bias": {str(token): 2.0 for token in range(60, 90)}},
+    "min-p": {"min_p": 0.2, "logprobs": 1},
+    "everything": {
+        "repetition_penalty": 1.1, "presence_penalty": 0.5, "bad_words": ["return", "of the"],
+        "min_tokens": 12, "logprobs": 1, "top_p": 0.9, "min_p": 0.05,
+        "logit_bias": {"70": 1.5, "300": -4.0},
+    },
+}  # fmt: skip
+GRAMMARS: dict[str, dict[str, Any]] = {
+    "json": {"structured_outputs": {"json": PERSON}},
+    "regex": {"structured_outputs": {"regex": r"[a-z ]{20,40}(\.[0-9]{1,3};)?"}},
+    "choice": {"structured_outputs": {"choice": ["one apple and a half", "two pears", "none"]}},
+    "penalised": {"structured_outputs": {"regex": r"[a-z ]{8,30}"}, "presence_penalty": 0.8},
+    "scored": {"structured_outputs": {"json": PERSON}, "logprobs": 2},
+}
 
 
 @functools.cache
@@ -156,36 +182,14 @@ def aborted() -> Batch:
     return batch
 
 
-def wishes() -> Batch:
-    batch = Batch("penalties, bad words, min tokens, logprobs")
-    features: list[dict[str, Any]] = [
-        {"temperature": 0},
-        {"temperature": 0, "repetition_penalty": 1.3},
-        {"temperature": 0.8, "seed": 3, "frequency_penalty": 0.5, "presence_penalty": 0.4},
-        {"temperature": 1.0, "seed": 4},
-        {"temperature": 0, "bad_words": ["the", "return", "="]},
-        {"temperature": 0, "min_tokens": 12, "stop": ["e"]},
-        {"temperature": 0, "logprobs": 3},
-        {"temperature": 1.0, "seed": 5, "logprobs": 0, "top_k": 30, "prompt_logprobs": 2},
-        {"temperature": 0, "allowed_token_ids": list(range(2, 600))},
-    ]
-    for i, ((_, text), params) in enumerate(zip(some(3, first=10), features, strict=True)):
-        batch.add(f"wish-{i}", text, max_tokens=32, **params)
-    return batch
-
-
-def structured() -> Batch:
-    batch = Batch("structured output next to trees")
-    schema = PERSON | {"properties": PERSON["properties"] | {"name": {"enum": ["Ada", "Tom"]}}}
-    regex = r"[a-z ]{8,20}\.[0-9]{1,3};"
-    features: list[dict[str, Any]] = [
-        {"temperature": 0, "structured_outputs": {"json": schema}},
-        {"temperature": 0},
-        {"temperature": 0, "structured_outputs": {"regex": r"(ab|cd){3,9}[0-9]{4} (yes|no)"}},
-        {"temperature": 0, "structured_outputs": {"choice": ["one apple", "two pears", "none"]}},
-        {"temperature": 1.0, "seed": 8},
-        {"temperature": 1.0, "seed": 9, "structured_outputs": {"regex": regex}},
-    ]
-    for i, ((_, text), params) in enumerate(zip(some(2, first=13), features, strict=True)):
-        batch.add(f"grammar-{i}", text, max_tokens=40, **params)
+def wishes(
+    case: str, kinds: dict[str, dict[str, Any]], texts: list[tuple[str, str]], tokens: int = 32
+) -> Batch:
+    """Every kind at T=0 and, seeded, at T=0.8, on alternating prompts."""
+    batch = Batch(case)
+    samplings = ({"temperature": 0}, {"temperature": 0.8, "seed": 11})
+    for at, (kind, sampling) in enumerate(itertools.product(kinds, samplings)):
+        name, text = texts[at % len(texts)]
+        params = {"max_tokens": tokens, **sampling, **kinds[kind]}
+        batch.add(f"{kind}-{at}-{name}", text, **params)
     return batch

@@ -15,12 +15,14 @@ import pytest
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison, answers, leaving_the_chain
-from tests.e2e.engines import Batch, Engine, Runner
+from tests.e2e.engines import GAMMA, Batch, Engine, Runner
 
 pytestmark = pytest.mark.e2e
 
 Run = dict[str, Any]
 MODES = ("sync", "async")
+KINDS_CASE = "requests of every kind"
+EVERY_KIND = cases.KINDS | cases.GRAMMARS
 
 
 def batches_of(everything: bool = False) -> list[Batch]:
@@ -32,8 +34,7 @@ def batches_of(everything: bool = False) -> list[Batch]:
         cases.chunked(),
         cases.stops(),
         cases.aborted(),
-        cases.wishes(),
-        cases.structured(),
+        cases.wishes(KINDS_CASE, EVERY_KIND, cases.some(4, first=16)),
         cases.context_end(Engine().max_model_len),
         *cases.prefix_cache(),
     ]
@@ -42,6 +43,19 @@ def batches_of(everything: bool = False) -> list[Batch]:
 def results(run: Run, prefix: str) -> list[Run]:
     every = (batch["requests"].items() for batch in run["batches"])
     return [result for some in every for name, result in some if name.startswith(prefix)]
+
+
+def wide(outcome: dict[str, Any]) -> set[str]:
+    """The requests that were verified with more nodes than a chain has."""
+    rows = zip(outcome["path_requests"], outcome["verified"], strict=True)
+    return {name for name, nodes in rows if nodes > GAMMA}
+
+
+def assert_trees(outcome: dict[str, Any], batch: Batch) -> None:
+    """Every request had a tree, unless a grammar may have ended it early."""
+    free = [one["id"] for one in batch.requests if "structured" not in str(one["params"])]
+    asked = {name for name in free if len(outcome["requests"][name]["token_ids"]) > 2}
+    assert asked <= wide(outcome)
 
 
 class Matrix:
@@ -62,7 +76,7 @@ class Matrix:
 
     def _oracle(self) -> Future[Run]:
         known = {"answers": answers(self.plain())}
-        return self._runner.submit(self._known.with_bastion(16, 16), self.batches, oracle=known)
+        return self._runner.submit(self._known.with_bastion(63, 24), self.batches, oracle=known)
 
     def every_arm(self) -> Run:
         """Trees, n-gram drafts and plain steps follow each other, whatever pays."""
@@ -134,9 +148,21 @@ def test_the_edge_cases_happened(matrix: Matrix) -> None:
     assert {name.partition("-")[0] for name in inside} >= {"limit", "stop"}
 
     for prefix, reason, least in (("stop-", "stop", 5), ("abort-", "abort", 2),
-                                  ("grammar-", "stop", 4)):  # fmt: skip
+                                  ("choice-", "stop", 2)):  # fmt: skip
         found = [result["finish_reason"] for result in results(run, prefix)].count(reason)
         assert found >= least, prefix
+
+
+def test_every_kind_of_request_has_trees(matrix: Matrix) -> None:
+    """Of 24 nodes, with a grammar of 16, on long paths that leave the chain."""
+    at = [batch.case for batch in matrix.batches].index(KINDS_CASE)
+    outcome = matrix.oracle()["batches"][at]
+    assert_trees(outcome, matrix.batches[at])
+    kinds = {name.split("-")[0] for name in wide(outcome)}
+    assert kinds >= {"json", "regex", "penalised", "scored"}
+    rows = zip(outcome["path_requests"], outcome["paths"], strict=True)
+    branchy = {name for name, path in rows if leaving_the_chain([path])}
+    assert len(branchy) > len(cases.KINDS)
 
 
 @pytest.mark.slow
@@ -165,3 +191,22 @@ def test_all_prompts(compare: Comparison, seqs: int, nodes: int, mode: str) -> N
     batches = [cases.greedy(30), cases.sampled(30)]
     label = f"batch {seqs}, {mode}, {nodes} nodes"
     compare.both(label, batches, plain, plain.with_bastion(nodes))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seqs", [1, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_kind_on_many_prompts(compare: Comparison, seqs: int, mode: str) -> None:
+    """15 prompts of each kind at T=0 and 15 at T=0.8, with the real drafter and the oracle."""
+    prompts = cases.some(10)
+    merged = Batch("requests of every kind, 30 prompts each")
+    for i in range(0, 30, 2):
+        batch = cases.wishes("", EVERY_KIND, prompts[i:] + prompts[:i], 48)
+        for request in batch.requests:
+            merged.requests.append({**request, "id": f"{i}-{request['id']}"})
+    plain = Engine(max_num_seqs=seqs, eager=True, async_scheduling=mode == "async")
+    tree = plain.with_bastion(63, 24)
+    _, run = compare.both(f"batch {seqs}, {mode}", [merged], plain, tree)
+    assert_trees(run["batches"][0], merged)
+    compare.oracle(f"batch {seqs}, {mode}, oracle", [merged], plain, tree)
