@@ -11,35 +11,13 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from bastion_kernels import AttentionLayer, AttentionStep, KVCaches, compact_caches
 from bastion_kernels.attention.kv_layout import OTHER
+from tests import references
 from tests.references.kv_layout import unpacked
 from vllm_bastion.attention.kv_cache import float8
 from vllm_bastion.cpu.attention import cache_layout
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="the CPU's kernels")
 PAGE, HEADS, KV_HEADS = 32, 4, 2
-
-
-def attention(
-    query: torch.Tensor,
-    cache: list[torch.Tensor],
-    table: torch.Tensor,
-    rows: list[int],
-    lengths: list[int],
-    scale: float,
-) -> torch.Tensor:
-    """Causal attention in float32. cache: keys and values, [slots, Hkv, d]."""
-    out, begin = torch.empty(query.shape), 0
-    for r, (count, length) in enumerate(zip(rows, lengths, strict=True)):
-        places = torch.arange(length)
-        slots = table[r, places // PAGE].long() * PAGE + places % PAGE
-        keys, values = (part[slots].repeat_interleave(HEADS // KV_HEADS, 1) for part in cache)
-        mask = places <= length - count + torch.arange(count)[:, None]
-        chunk = slice(begin, begin + count)
-        scores = torch.einsum("qhd,khd->hqk", query[chunk].float(), keys) * scale
-        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-        out[chunk] = torch.einsum("hqk,khd->qhd", weights, values)
-        begin += count
-    return out.to(query.dtype)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +67,7 @@ def test_our_ops_agree_with_vllms_kernels(dtype: torch.dtype, dim: int, kind: st
     starts = torch.tensor([0, *torch.tensor(rows).cumsum(0).tolist()], dtype=torch.int32)
     seq_lens, scale = torch.tensor(lengths, dtype=torch.int32), dim**-0.5
     query = torch.randn(sum(rows), HEADS, dim).to(dtype)
-    got, want = torch.empty_like(query), torch.empty_like(query)
+    got, want, exact = (torch.empty_like(query) for _ in range(3))
     plan = ops.cpu_attn_get_scheduler_metadata(
         3, HEADS, KV_HEADS, dim, seq_lens, dtype, starts, True, -1, isa, True,
         kv_cache_dtype=kind,
@@ -104,10 +82,8 @@ def test_our_ops_agree_with_vllms_kernels(dtype: torch.dtype, dim: int, kind: st
     step = AttentionStep(table, starts, seq_lens, nothing, torch.full((3,), -1), no_bits)
     attend = AttentionLayer(cache.view(held), scale, layout=layout, **factors)
     attend(step, query, got)
+    references.tree_attention(attend, step, query, exact)
     error = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 2e-5}[dtype]
-    stored = unpacked(cache, layout).transpose(1, 2).flatten(0, 1).view(held).float()
-    parts = zip(stored.chunk(2, dim=2), factors.values() or (1.0, 1.0), strict=True)
-    exact = attention(query, [part * factor for part, factor in parts], table, rows, lengths, scale)
     torch.testing.assert_close(got, exact, atol=error, rtol=error)
     # vLLM's matrix registers multiply float8 keys and values as bf16, before they are scaled.
     error = 5e-2 if isa == "amx" and held != dtype else error

@@ -105,56 +105,6 @@ def test_rows_beyond_what_steps_can_have_are_padding() -> None:
     assert bool((step.out[:5] != 7).all())
 
 
-@pytest.mark.parametrize("align", [True, False])
-def test_blocks_hold_the_state_of_their_end_wherever_a_path_crosses_it(align: bool) -> None:
-    """Every number of tokens before a step, and every length of the path, side by side.
-
-    A row's input of the convolution is its number in the request's text, so a state tells the text
-    that it has seen.
-    """
-    size, longest = 4 if align else 0, 4
-    cases = [(c, n) for c in range(1, 2 * 4 + 1) for n in range(1, longest + 1)]
-    count, width = len(cases), 2 * longest - 1  # rows of a tree, of which a path takes every other
-    table = torch.arange(4 * count, dtype=torch.int32).view(count, 4)
-    layer = make_layer(False)
-    layer.kv_cache = (
-        torch.full((4 * count, TAPS - 1, CHANNELS), -99.0),
-        torch.zeros(4 * count, HEADS, WIDTH, DIM),
-    )
-    saved = allocate([layer], width * count, torch.float32, torch.device("cpu"))
-    for x in saved:
-        x.zero_()
-    root_only = torch.full((count, longest + 1), -1, dtype=torch.int32)
-    root_only[:, 0] = 0
-    states = RecurrentStates(
-        {"layer": layer}, {"layer": 0}, StateBlocks([table], size), saved, 10**6, root_only
-    )
-    conv, starts = layer.kv_cache[0], width * torch.arange(count + 1, dtype=torch.int32)
-    path = torch.full((count, longest + 1), -1, dtype=torch.int32)
-    for r, (before, length) in enumerate(cases):
-        path[r, :length] = torch.arange(0, 2 * length, 2)
-        place = int(table[r, -(-before // size) - 1 if size else 0])
-        conv[place] = torch.arange(before - TAPS + 1, before)[:, None]
-        for node in range(0, width, 2):
-            saved.conv_input[0, width * r + node] = before + node // 2
-    states.find(starts, torch.tensor([before + width for before, _ in cases]).int())
-    assert states.rows[0].tolist() == [
-        int(table[r, -(-before // size) - 1 if size else 0]) for r, (before, _) in enumerate(cases)
-    ]
-    states.commit(count, starts, path)
-
-    crossed = 0
-    for r, (before, length) in enumerate(cases):
-        last = before + length
-        for end in range(before + 1, last + 1):
-            # the path's end, and the end of each block that is full
-            if end == last or (size and end % size == 0):
-                crossed += end < last
-                place = int(table[r, -(-end // size) - 1 if size else 0])
-                assert conv[place, :, 0].tolist() == [end - 3, end - 2, end - 1]
-    assert crossed == (12 if align else 0)
-
-
 def test_a_step_without_drafts_accepts_the_root() -> None:
     layer = make_layer(False)
     saved = allocate([layer], 2, torch.float32, torch.device("cpu"))
