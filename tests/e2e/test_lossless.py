@@ -12,10 +12,11 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+import torch
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison, answers, leaving_the_chain
-from tests.e2e.engines import GAMMA, Batch, Engine, Runner
+from tests.e2e.engines import GAMMA, ON_GPU, Batch, Engine, Runner
 
 pytestmark = pytest.mark.e2e
 
@@ -210,3 +211,33 @@ def test_every_kind_on_many_prompts(compare: Comparison, seqs: int, mode: str) -
     _, run = compare.both(f"batch {seqs}, {mode}", [merged], plain, tree)
     assert_trees(run["batches"][0], merged)
     compare.oracle(f"batch {seqs}, {mode}, oracle", [merged], plain, tree)
+
+
+def poison() -> None:
+    """Setup: fill every uninitialised tensor, also in TorchInductor's code, with NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    # Compile as usual, so that cached code can be loaded.
+    torch._inductor.config.deterministic = False
+    # Compiled code allocates its buffers here, and not with PyTorch's ops.
+    guards: Any = torch._C._dynamo.guards
+    allocate = guards._empty_strided_cpu
+
+    def poisoned(*args: Any) -> torch.Tensor:
+        out = allocate(*args)
+        return out.fill_(float("nan")) if out.is_floating_point() else out
+
+    guards._empty_strided_cpu = poisoned
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="poisons a CPU's memory")
+def test_nothing_reads_uninitialised_memory(compare: Comparison) -> None:
+    """This includes the profiling run, which has no attention metadata."""
+    batches = [cases.greedy(1), cases.chunked()]
+    setup = ["tests.e2e.test_lossless:poison"]
+    # As many nodes as above, so that compiled models are loaded.
+    tree = compare.submit(Engine().with_bastion(16, 8), batches, setup=setup)
+    plain = compare.run(Engine(eager=True), batches)
+    compare.same("NaN in fresh memory", batches, plain, tree.result())
+    assert max(map(len, tree.result()["batches"][0]["paths"])) > 4
