@@ -7,11 +7,13 @@ import math
 
 import pytest
 import torch
-from op_helpers import DEVICE, assert_same, call, poisoned, runs, versions
+from op_helpers import assert_same, call, poisoned, runs, versions
 from torch import Tensor
 
 from bastion_kernels import take_best
 from tests import references
+
+VERSIONS = versions(take_best.triton, take_best.cpu)
 
 
 def take(run, log_rho, slots, limits, total) -> list[int]:
@@ -46,7 +48,7 @@ def scores(slots: int, limit: int, generator: torch.Generator, ties: bool = Fals
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("run", versions(take_best.triton, take_best.cpu))
+@pytest.mark.parametrize("run", VERSIONS)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -76,20 +78,6 @@ def test_the_best_are_taken(run, kind: str) -> None:
             assert sum(counts[slot] for slot in slots.tolist() if slot >= 0) == min(total, room)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("run", versions(take_best.triton, take_best.cpu))
-@pytest.mark.parametrize("total", [17, 300])
-def test_take_best_of_many_requests(run, total: int) -> None:
-    generator = torch.Generator().manual_seed(8)
-    reqs, limit = 70, 16  # several rounds of rivals
-    log_rho = scores(reqs, limit, generator, ties=True)
-    slots = torch.randperm(reqs, generator=generator)
-    slots[::9] = -1
-    limits = torch.full((reqs,), limit, dtype=torch.int32)
-    counts = take(run, log_rho, slots, limits, total)
-    assert counts == take(references.take_best, log_rho, slots, limits, total)
-
-
 @runs(take_best)
 def test_no_rows_to_take_from(run) -> None:
     for slots in (torch.zeros(0, dtype=torch.int64), torch.tensor([-1, -1])):
@@ -97,12 +85,21 @@ def test_no_rows_to_take_from(run) -> None:
         assert take(run, torch.zeros(2, 3), slots, limits, 4) == [-7777, -7777]
 
 
-def test_full_size() -> None:
-    """The compiled kernel: hours in the interpreter."""
-    run = take_best.triton if DEVICE.type == "cuda" else take_best.cpu
-    generator = torch.Generator().manual_seed(5)
-    log_rho, slots = scores(64, 512, generator), torch.randperm(64, generator=generator)
-    limits = torch.randint(0, 513, (64,), generator=generator).int()
-    for total in (1, 5_000, 20_000):
+@pytest.mark.parametrize(
+    ("run", "reqs", "limit", "totals"),
+    [
+        # several rounds of rivals
+        *(pytest.param(run, 70, 16, (17, 300), marks=pytest.mark.slow) for run in VERSIONS),
+        # the compiled kernel: hours in the interpreter
+        (VERSIONS[-1], 64, 512, (1, 5000, 20_000)),
+    ],
+)
+def test_many_requests(run, reqs: int, limit: int, totals: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(8)
+    log_rho = scores(reqs, limit, generator, ties=limit == 16)
+    slots = torch.randperm(reqs, generator=generator)
+    slots[::9] = -1
+    limits = torch.randint(0, limit + 1, (reqs,), generator=generator).int()
+    for total in totals:
         expected = take(references.take_best, log_rho, slots, limits, total)
         assert take(run, log_rho, slots, limits, total) == expected
