@@ -12,9 +12,11 @@ from pathlib import Path
 
 import torch
 
+from tests.helpers import inspect_models_here
+
 
 def install() -> None:
-    """Make it importable in this process, which inspects models itself. Call before it does.
+    """Make it importable in this process. Call before vLLM inspects the target.
 
     Processors of images and videos also need it before transformers is imported.
     """
@@ -25,3 +27,5 @@ def install() -> None:
     from transformers.utils import import_utils
 
     import_utils.is_torchvision_available.cache_clear()
+    # vLLM inspects models in another process, which would not find it.
+    inspect_models_here()
