@@ -15,7 +15,7 @@ import torch
 from vllm import LLM
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
-from vllm.v1.metrics.reader import Counter, Histogram, Vector
+from vllm.v1.metrics.reader import Counter, Vector
 
 from benchmarks.harness.engine import sampling_params
 from benchmarks.harness.steps import reported_nodes
@@ -184,9 +184,6 @@ class Session:
                     out[name] = metric.value
                 elif isinstance(metric, Vector):
                     out[name] = list(metric.values)
-                elif isinstance(metric, Histogram):
-                    out[f"{name}_count"], out[f"{name}_sum"] = metric.count, metric.sum
-                    out |= {f"{name}_bucket/{le}": n for le, n in metric.buckets.items()}
         return out
 
     def run(self, batch: dict[str, Any]) -> dict[str, Any]:

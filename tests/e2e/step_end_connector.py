@@ -29,16 +29,14 @@ class Blocks(KVConnectorMetadata):
 
 
 class StepEndConnector(KVConnectorBase_V1):
-    """`folder`, and optionally `only`, a part of layers' names, are in its extra configuration."""
+    """`folder` is in its extra configuration."""
 
     saves_at_step_end = True
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        extra = self._kv_transfer_config.kv_connector_extra_config
-        self._folder = Path(extra["folder"])
+        self._folder = Path(self._kv_transfer_config.kv_connector_extra_config["folder"])
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._only = extra.get("only", "")
         (group,) = kv_cache_config.kv_cache_groups
         self._size = group.kv_cache_spec.block_size
         self._requests: dict[str, Any] = {}
@@ -54,14 +52,12 @@ class StepEndConnector(KVConnectorBase_V1):
     # ---- the worker's side --------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._caches = {name: kv for name, kv in kv_caches.items() if self._only in name}
+        self._caches = kv_caches
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for stem, block in self._get_connector_metadata().load:
-            saved = torch.load(self._folder / stem)
-            for name, rows in saved.items():
-                if name in self._caches:
-                    self._caches[name][block].copy_(rows)
+            for name, rows in torch.load(self._folder / stem).items():
+                self._caches[name][block].copy_(rows)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return

@@ -21,12 +21,12 @@ NODES, KEPT = 24, 44  # tokens of an answer that the second prompt repeats
 BLOCK = 32
 
 
-def connector(folder: Path, **extra: Any) -> dict[str, Any]:
+def connector(folder: Path) -> dict[str, Any]:
     return {
         "kv_connector": "StepEndConnector",
         "kv_connector_module_path": "tests.e2e.step_end_connector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"folder": str(folder), **extra},
+        "kv_connector_extra_config": {"folder": str(folder)},
     }
 
 
