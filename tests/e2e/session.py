@@ -163,7 +163,6 @@ class Session:
         return {
             "scheduler": type(self.scheduler).__name__,
             "speculator": type(self.runner.speculator).__name__,
-            "num_blocks": self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks,
         }
 
     def free_blocks(self) -> int:

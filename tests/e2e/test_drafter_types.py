@@ -76,7 +76,7 @@ def test_tokens_with_lagged_timing(kind: str, compare: Comparison, folder: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dflash", *ALL])
 def test_a_width_1_tree_is_vllms_own_chain(kind: str, runner: Runner, folder: Path) -> None:
-    """In drafts, steps and vLLM's counters."""
+    """In drafts, steps, tokens of each step and vLLM's counters."""
     drafter = DRAFTER if kind == "dflash" else make_drafter(kind, folder / f"{kind}-chain")
     method = "dspark" if "dspark" in kind else "dflash"
     chain = PLAIN.with_method(method, GAMMA, model=drafter)
@@ -84,7 +84,7 @@ def test_a_width_1_tree_is_vllms_own_chain(kind: str, runner: Runner, folder: Pa
     runs = [runner.submit(engine, [greedy()], probe=PROBE) for engine in (chain, ours)]
     theirs, mine = (run.result()["batches"][0] for run in runs)
     assert mine["probed"] == theirs["probed"]
-    assert mine["forwards"] == theirs["forwards"]
+    assert mine["forwards"] == theirs["forwards"] and mine["requests"] == theirs["requests"]
     counted = {name: n for name, n in theirs["metrics"].items() if "spec_decode" in name}
     assert counted and {**mine["metrics"], **counted} == mine["metrics"]
     drafts = [tuple(draft) for draft in mine["probed"]]
