@@ -17,12 +17,9 @@ from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 
 
 def core(
-    mixed_qkv: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    core_attn_out: torch.Tensor,
+    mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor,
     layer_name: LayerNameType,
-) -> None:
+) -> None:  # fmt: skip
     """vLLM's op without its check of the dtype."""
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
@@ -35,13 +32,9 @@ def core(
 
 
 def recurrence(
-    layer: Any,
-    attn_metadata_i: Any,
-    mixed_qkv: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
+    layer: Any, attn_metadata_i: Any, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor,
     core_attn_out: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Process each request's rows in order, and write states in place."""
     metadata = attn_metadata_i
     weight = layer.conv1d.weight.view(layer.conv1d.weight.shape[0], -1)

@@ -24,14 +24,9 @@ SMALL = Tiles(block_m=16, block_n=16, num_warps=4, stages=2, occupancy=2)
 
 
 def attend(
-    query: Tensor,
-    kv_cache: Tensor,
-    *tables_scale_out: Any,
-    version: str = "__call__",
-    depths: Tensor | None = None,
-    workspace: TreeAttentionWorkspace | None = None,
-    **layer: Any,
-) -> None:
+    query: Tensor, kv_cache: Tensor, *tables_scale_out: Any, version: str = "__call__",
+    depths: Tensor | None = None, workspace: TreeAttentionWorkspace | None = None, **layer: Any,
+) -> None:  # fmt: skip
     """One layer over one step. The arguments between are the step's tables, its scale and `out`."""
     *tables, scale, out = tables_scale_out
     planned = None if workspace is None else {workspace.window: workspace}
@@ -98,22 +93,11 @@ class Batch:
     """Tensors of a step for a list of requests, with shuffled pages and shuffled slots."""
 
     def __init__(
-        self,
-        requests: list[Request],
-        *,
-        heads: tuple[int, int] = (4, 2),
-        dim: int = 16,
-        page: int = 8,
-        dtype: torch.dtype = torch.float32,
-        kv_dtype: torch.dtype | None = None,
-        query_dtype: torch.dtype | None = None,
-        seed: int = 0,
-        padded_requests: int = 0,
-        strided: bool = False,
-        softcap: float = 0.0,
-        window: int = 0,
-        sinks: bool = False,
-    ) -> None:
+        self, requests: list[Request], *, heads: tuple[int, int] = (4, 2), dim: int = 16,
+        page: int = 8, dtype: torch.dtype = torch.float32, kv_dtype: torch.dtype | None = None,
+        query_dtype: torch.dtype | None = None, seed: int = 0, padded_requests: int = 0,
+        strided: bool = False, softcap: float = 0.0, window: int = 0, sinks: bool = False,
+    ) -> None:  # fmt: skip
         g = torch.Generator().manual_seed(seed)
         self.requests, self.page, self.dim = requests, page, dim
         self.sizes: dict[str, Any] = {

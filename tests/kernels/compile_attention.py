@@ -77,15 +77,9 @@ def inspect(name: str, kernel: Any) -> dict[str, Any]:
 
 
 def attend(
-    dtype: torch.dtype,
-    dim: int,
-    heads: tuple[int, int],
-    kv_dtype: torch.dtype,
-    softcap: float,
-    window: int = 0,
-    sinks: bool = False,
-    query_dtype: torch.dtype | None = None,
-) -> None:
+    dtype: torch.dtype, dim: int, heads: tuple[int, int], kv_dtype: torch.dtype, softcap: float,
+    window: int = 0, sinks: bool = False, query_dtype: torch.dtype | None = None,
+) -> None:  # fmt: skip
     """Launch tree attention once, over fused queries and a cache as vLLM lays it out."""
     rows = 65
     fused = torch.zeros(rows, heads[0] + 2 * heads[1], dim, dtype=query_dtype or dtype)

@@ -80,12 +80,9 @@ def launch_all(reqs: int, limit: int, width: int, dtype: torch.dtype) -> None:
 
 
 def copies(
-    candidates: torch.Tensor,
-    logprobs: torch.Tensor,
-    top_k: int,
-    slots: torch.Tensor,
+    candidates: torch.Tensor, logprobs: torch.Tensor, top_k: int, slots: torch.Tensor,
     trees: tuple[torch.Tensor, ...],
-) -> None:
+) -> None:  # fmt: skip
     """Lookup in histories of up to 128k tokens, and trees with copies."""
     reqs, _, width = candidates.shape
     _, parents, _, _, lengths = trees

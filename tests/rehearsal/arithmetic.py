@@ -50,14 +50,9 @@ def silu_and_mul(out: Tensor, x: Tensor) -> None:
 
 
 def rotary_embedding(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor | None,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    is_neox: bool,
-    *_: Any,
-) -> None:
+    positions: Tensor, query: Tensor, key: Tensor | None, head_size: int, cos_sin_cache: Tensor,
+    is_neox: bool, *_: Any,
+) -> None:  # fmt: skip
     """`_C::rotary_embedding`, GPT-NeoX's layout."""
     if not is_neox:
         raise NotImplementedError("rotary embedding of interleaved pairs")
@@ -83,21 +78,10 @@ def reshape_and_cache_flash(
 
 
 def varlen_attention(
-    *,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    cu_seqlens_q: Tensor,
-    seqused_k: Tensor,
-    block_table: Tensor,
-    softmax_scale: float,
-    causal: bool,
-    window_size: list[int] | None = None,
-    softcap: float = 0.0,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> None:
+    *, q: Tensor, k: Tensor, v: Tensor, out: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor,
+    block_table: Tensor, softmax_scale: float, causal: bool, window_size: list[int] | None = None,
+    softcap: float = 0.0, s_aux: Tensor | None = None, **_: Any,
+) -> None:  # fmt: skip
     """FlashAttention over a paged cache: q [T, Hq, d]; k, v [blocks, block_size, Hkv, d].
 
     window_size: positions to the left and right, -1 = all; s_aux: [Hq] sinks.
@@ -134,13 +118,9 @@ def varlen_attention(
 
 
 def topk_softmax(
-    weights: Tensor,
-    indices: Tensor,
-    token_expert: Tensor,
-    gating: Tensor,
-    renormalize: bool,
+    weights: Tensor, indices: Tensor, token_expert: Tensor, gating: Tensor, renormalize: bool,
     *_: Any,
-) -> None:
+) -> None:  # fmt: skip
     """`_moe_C::topk_softmax`: gating [T, E] to weights and indices [T, k]."""
     found, which = gating.float().softmax(-1).topk(weights.shape[1], -1)
     if renormalize:
@@ -152,15 +132,9 @@ def topk_softmax(
 
 
 def moe_align_block_size(
-    topk_ids: Tensor,
-    num_experts: int,
-    block_size: int,
-    sorted_ids: Tensor,
-    expert_ids: Tensor,
-    num_padded: Tensor,
-    expert_map: Tensor | None = None,
-    *_: Any,
-) -> None:
+    topk_ids: Tensor, num_experts: int, block_size: int, sorted_ids: Tensor, expert_ids: Tensor,
+    num_padded: Tensor, expert_map: Tensor | None = None, *_: Any,
+) -> None:  # fmt: skip
     """`_moe_C::moe_align_block_size`: rows by expert, each expert's padded to whole blocks."""
     if expert_map is not None:
         raise NotImplementedError("experts on several ranks")
@@ -209,14 +183,9 @@ def cutlass_scaled_mm(
 
 
 def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_states: Tensor,
-    query_start_loc: Tensor,
-    cache_indices: Tensor,
-    has_initial_state: Tensor,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, conv_states: Tensor, query_start_loc: Tensor,
+    cache_indices: Tensor, has_initial_state: Tensor,
+) -> Tensor:  # fmt: skip
     """The short convolution and SiLU over prompts: x [C, T], weight [C, W] to [C, T].
 
     conv_states: [B, C, W - 1], the inputs before a prompt's rows, written.
@@ -239,14 +208,9 @@ def causal_conv1d(
 
 
 def chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor,
     cu_seqlens: Tensor,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gated delta rule over prompts, row by row.
 
     q, k: [1, T, Hk, K], normalised; v: [1, T, H, V]; g (logarithm) and beta: [1, T, H];
@@ -271,18 +235,10 @@ def chunk_gated_delta_rule(
 KERNELS = {
     kernel.__name__: kernel
     for kernel in (
-        rms_norm,
-        fused_add_rms_norm,
-        silu_and_mul,
-        rotary_embedding,
-        reshape_and_cache_flash,
-        topk_softmax,
-        moe_align_block_size,
-        moe_sum,
-        static_scaled_fp8_quant,
-        dynamic_per_token_scaled_fp8_quant,
-        cutlass_scaled_mm,
+        rms_norm, fused_add_rms_norm, silu_and_mul, rotary_embedding, reshape_and_cache_flash,
+        topk_softmax, moe_align_block_size, moe_sum, static_scaled_fp8_quant,
+        dynamic_per_token_scaled_fp8_quant, cutlass_scaled_mm,
     )
-}
+}  # fmt: skip
 # In place of ATen's, for numbers of half precision.
 PRODUCTS = {"linear": linear, "mm": mm, "matmul": mm, "bmm": mm}
