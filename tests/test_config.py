@@ -289,9 +289,7 @@ def test_adapters_need_sizes_that_the_host_knows(pair: tuple[str, str]) -> None:
     assert engine_config(pair).speculative_config.bastion_budget_timing == "auto"
 
 
-def test_adapters_get_as_many_nodes_as_vllm_allows(
-    pair: tuple[str, str],
-) -> None:
+def test_adapters_get_as_many_nodes_as_vllm_allows(pair: tuple[str, str]) -> None:
     """vLLM's defaults on an H100 have room for 7; N left out was 255, and refused."""
     for requests, rows, nodes in ((1024, 8192, 7), (8, 128, 15), (None, None, 7)):
         arguments = {"enable_lora": True, "max_num_seqs": requests, "max_num_batched_tokens": rows}

@@ -159,9 +159,7 @@ DRAFTERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "Domino": (_of("DominoDraftModel"), ("is a Domino drafter", DRAFTER_NAMES)),
     "XPress": (_of("Qwen3XPressModel"), ("is an XPress drafter", DRAFTER_NAMES)),
     "no settings": ({"dflash_config": None}, ('"dflash_config": None', "complete checkpoint")),
-    "no candidates": (
-        _of("DFlash2DraftModel"), ('"selector_top_k": None', "complete checkpoint"),
-    ),
+    "no candidates": (_of("DFlash2DraftModel"), ('"selector_top_k": None', "complete checkpoint")),
     "too many candidates": (
         _of("LiLiCorrDraftModel", **_with(lilicorr_candidate_topk=256)),
         ('"lilicorr_candidate_topk": 256', "1 to 255"),

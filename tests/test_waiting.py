@@ -35,14 +35,10 @@ class Loop:
         self, kind: type[TreeScheduler], max_model_len: int = 1024, blocks: int = BLOCKS
     ) -> None:
         plugin.register()
-        settings = {
-            "method": "bastion",
-            "model": str(TINY / "drafter"),
-        }
+        settings = {"method": "bastion", "model": str(TINY / "drafter")}
         config = EngineArgs(
             model=str(TINY / "target"), max_num_seqs=8, max_model_len=max_model_len,
-            block_size=16,
-            max_num_batched_tokens=ROWS, enable_prefix_caching=False,
+            block_size=16, max_num_batched_tokens=ROWS, enable_prefix_caching=False,
             speculative_config=settings | {"num_speculative_tokens": NODES},
         ).create_engine_config()  # fmt: skip
         config.cache_config.num_gpu_blocks = blocks

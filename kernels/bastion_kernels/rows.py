@@ -32,15 +32,7 @@ _BLOCK = 128
     # slices that start anywhere in longer buffers: one variant for all alignments
     do_not_specialize_on_alignment=["idx_mapping", "cu_num_logits"],
 )
-def _bind_kernel(
-    idx_mapping,
-    cu_num_logits,
-    slots,
-    tail_lens,
-    R,
-    S,
-    BLOCK: tl.constexpr,
-):
+def _bind_kernel(idx_mapping, cu_num_logits, slots, tail_lens, R, S, BLOCK: tl.constexpr):
     """Grid: (S / BLOCK,)."""
     i_b = tl.program_id(0)
     o_r = i_b * BLOCK + tl.arange(0, BLOCK)

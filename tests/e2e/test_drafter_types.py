@@ -11,14 +11,7 @@ import pytest
 from tests.e2e import cases
 from tests.e2e.compare import Comparison, leaving_the_chain
 from tests.e2e.costs import linear
-from tests.e2e.drafters import (
-    CAUSAL,
-    HEADS,
-    MARKOV,
-    MUSE,
-    REDUCED,
-    make_drafter,
-)
+from tests.e2e.drafters import CAUSAL, HEADS, MARKOV, MUSE, REDUCED, make_drafter
 from tests.e2e.engines import DRAFTER, GAMMA, ROOT, Batch, Engine, Runner
 from tests.e2e.marks import slow
 

@@ -248,9 +248,7 @@ def test_a_request_that_asks_for_nothing_gets_no_log_probabilities() -> None:
 
 
 @pytest.mark.usefixtures("replacements")
-def test_a_gpu_scores_no_more_rows_than_a_request_can_have(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gpu_scores_no_more_rows_than_a_request_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its host does not know how long the paths are; plain steps scored a tree's depth of rows."""
     monkeypatch.setattr(path_logprobs, "current_host", lambda: SimpleNamespace(runs_ahead=True))
     rng = np.random.default_rng(6)

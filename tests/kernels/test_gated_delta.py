@@ -7,16 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_batch import (
-    DEVICE,
-    POISON,
-    Batch,
-    Request,
-    chain,
-    mixed,
-    random_parents,
-    star,
-)
+from attention_batch import DEVICE, POISON, Batch, Request, chain, mixed, random_parents, star
 from op_helpers import refuses, runs
 from torch import Tensor
 

@@ -161,9 +161,7 @@ def test_slots_of_minus_one_are_skipped(run) -> None:
 
 
 @each
-def test_a_shared_cache_moves_once_and_aliased_groups_each_by_their_slots(
-    run,
-) -> None:
+def test_a_shared_cache_moves_once_and_aliased_groups_each_by_their_slots(run) -> None:
     cache = make_cache(30, 2, 8, 8, torch.bfloat16, "BHN", 9)
     step = Step([10], width=5, groups=2, room=120, seed=7)
     step.path[0] = torch.tensor([0, 2, 3, 7, 9])

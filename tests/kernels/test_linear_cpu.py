@@ -8,12 +8,7 @@ import torch
 from op_helpers import using_threads
 from torch import Tensor
 
-from bastion_kernels.cpu.linear import (
-    PackedWeight,
-    can_multiply,
-    linear_cpu,
-    pack_weight,
-)
+from bastion_kernels.cpu.linear import PackedWeight, can_multiply, linear_cpu, pack_weight
 
 pytestmark = pytest.mark.skipif(not can_multiply(), reason="for CPUs that multiply bfloat16 pairs")
 

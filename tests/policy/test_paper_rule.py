@@ -11,9 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from vllm.v1.worker.gpu.spec_decode.adaptive_verification import (
-    AdaptiveVerificationManager,
-)
+from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
 from benchmarks.replay.recording import load_recording
 from benchmarks.replay.trees import best_first, target_ranks

@@ -31,10 +31,7 @@ _ENGINES: dict[str, dict[str, Any]] = {
         "enforce_eager": True,
     },
     "fixed budget": {"speculative_config": {"bastion_budget": 16}},
-    "hybrid": {
-        "pair": TINY / "hybrid",
-        "additional_config": {"gdn_prefill_backend": "triton"},
-    },
+    "hybrid": {"pair": TINY / "hybrid", "additional_config": {"gdn_prefill_backend": "triton"}},
     "hybrid, no prefix caching": {
         "pair": TINY / "hybrid",
         "additional_config": {"gdn_prefill_backend": "triton"},

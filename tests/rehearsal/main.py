@@ -60,11 +60,7 @@ def _command(arguments: list[str]) -> int:
     environment.enter(arguments)
     from tests.rehearsal import compiles, host, quarter
 
-    commands = {
-        "compiles": compiles.report,
-        "host": host.measure,
-        "quarter": quarter.rehearse,
-    }
+    commands = {"compiles": compiles.report, "host": host.measure, "quarter": quarter.rehearse}
     try:
         return commands[arguments[0]](arguments[1:])
     finally:

@@ -31,10 +31,7 @@ from vllm_bastion.engine.target import BastionModelState
 from vllm_bastion.hooks.layers import current_config
 from vllm_bastion.validate.engine import check_layers
 
-_MODEL_STATES = {
-    DefaultModelState: BastionModelState,
-    MambaHybridModelState: GatedDeltaModelState,
-}
+_MODEL_STATES = {DefaultModelState: BastionModelState, MambaHybridModelState: GatedDeltaModelState}
 
 
 def init_speculator(

@@ -25,13 +25,7 @@ _BLOCK = 64
 # With chunked verification, slices start at any row of a batch: compile no variants by alignment.
 @triton.jit(
     do_not_specialize=["P"],
-    do_not_specialize_on_alignment=[
-        "node_ids",
-        "slots",
-        "nodes",
-        "out_tokens",
-        "out_depths",
-    ],
+    do_not_specialize_on_alignment=["node_ids", "slots", "nodes", "out_tokens", "out_depths"],
 )
 def _ancestors_kernel(
     node_ids,

@@ -203,11 +203,7 @@ def gated_delta_tree_kernel(
                 b_known = tl.sum(tl.where((b_terms != 0)[:, None], b_terms[:, None] * b_u, 0.0), 0)
                 b_u -= tl.where((o_lane == i)[:, None], b_known[None, :], 0.0)
             b_o = _product(b_qk * b_between, b_u, m_seen, b_o)
-            tl.store(
-                updates + (o_r * HEADS * WIDTH)[:, None] + o_v[None, :],
-                b_u,
-                mask=m_rv,
-            )
+            tl.store(updates + (o_r * HEADS * WIDTH)[:, None] + o_v[None, :], b_u, mask=m_rv)
             tl.store(
                 out + (o_r * stride_out_t)[:, None] + o_v[None, :],
                 (b_o * scale).to(out.dtype.element_ty),
