@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many rows with logits a step has, and that warm-up and profiling follow it."""
+"""The runner: how many rows of a step have logits, also in warm-up and profiling; copied blocks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu import warmup
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -16,6 +17,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logit
 
 from vllm_bastion.config import BastionSpeculativeConfig
 from vllm_bastion.engine.limits import max_verified_rows
+from vllm_bastion.engine.runtime import Runtime
 from vllm_bastion.hooks import model_runner, runner
 
 QWEN3, QWEN3_5, GEMMA = 151_936, 248_320, 262_144
@@ -112,3 +114,17 @@ def test_the_profiling_run_has_the_logits_of_the_largest_step(
     )
     ours._dummy_sampler_run(torch.zeros(512, 64))
     assert seen == [("own", 512), ("logits", 1024)]
+
+
+def test_rows_that_wait_are_stored_before_vllm_copies_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, order = object.__new__(model_runner.BastionModelRunner), []
+    monkeypatch.setattr(GPUModelRunner, "execute_model", lambda *_: order.append("runs"))
+    runtime = ours.runtime = Runtime(SimpleNamespace())
+    runtime.context = SimpleNamespace(flush=lambda: order.append("stored"))
+    for copies in (None, [object()]):
+        output = SchedulerOutput.make_empty()
+        output.kv_cache_block_copies = copies
+        ours.execute_model(output)
+    assert order == ["runs", "stored", "runs"]
