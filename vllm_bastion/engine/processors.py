@@ -87,10 +87,9 @@ class Ancestors:
             return original(logits, ctx)
         before = logits.gather(1, tokens.clamp(min=0))
         original(logits, replace(ctx, expanded_local_pos=torch.zeros_like(ctx.expanded_local_pos)))
-        penalties = state.repetition_penalty, state.frequency_penalty, state.presence_penalty
         penalise_ancestors(
-            logits, before, tokens, ctx.expanded_idx_mapping, *(each.gpu for each in penalties),
-            state.output_bin_counts,
+            logits, before, tokens, ctx.expanded_idx_mapping, state.repetition_penalty.gpu,
+            state.frequency_penalty.gpu, state.presence_penalty.gpu, state.output_bin_counts,
         )  # fmt: skip
         return logits
 
