@@ -27,7 +27,7 @@ from bastion_kernels.draft.best_first import expand_best_first
 from bastion_kernels.draft.find_ngram import find_ngram
 from bastion_kernels.draft.inputs import draft_inputs
 from bastion_kernels.draft.mix_ngram import mix_ngram, ngram_chances, ngram_priors
-from bastion_kernels.draft.ngram_table import keep_replies, ngram_table
+from bastion_kernels.draft.ngram_table import add_prompt, keep_replies, ngram_table
 from bastion_kernels.draft.take_best import take_best
 from bastion_kernels.draft.topk_logprobs import topk_logprobs
 from bastion_kernels.gated_delta.blocks import StateBlocks, find_commits, find_states

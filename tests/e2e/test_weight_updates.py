@@ -73,3 +73,15 @@ def test_an_update_is_a_fresh_start(
     fresh = runner.run(same, [AFTER], setup=setup[1:])
     assert answers({"batches": run["batches"][1:]}) == answers(fresh)
     assert run["batches"][1]["paths"] == fresh["batches"][0]["paths"]
+
+
+@pytest.mark.parametrize("way", ["transfer", slow("reload"), slow("drafter")])
+def test_replies_of_old_weights_give_no_n_gram_drafts(
+    runner: Runner, tmp_path: Path, way: str
+) -> None:
+    source = DRAFTER if way == "drafter" else TARGET
+    wish = {"way": way, "path": vary(source, tmp_path / "varied", by=0.1, seed=3)}
+    tree = Engine(eager=True).with_bastion(8, 8, ngram_cache=4096)
+    tree = tree.of(weight_transfer_config={"backend": "file"}, additional_config=wish)
+    run = runner.run(tree, [BEFORE], setup=[f"{UPDATES}:register"], probe=f"{UPDATES}:update")
+    assert run["batches"][0]["probed"] == [[True, False]]

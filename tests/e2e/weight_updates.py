@@ -84,15 +84,21 @@ def of_every_size() -> None:
 
 
 def update(session: Any) -> list[Any]:
-    """Probe: update the weights once, when the first batch is done."""
+    """Probe: update the weights once, when the first batch is done.
+
+    Returns whether replies were kept for n-gram drafts, before and after it.
+    """
     wish = session.runner.vllm_config.additional_config
     if session.engine.has_unfinished_requests() or wish.get("done"):
         return []
     session.drain()
+    ngram = session.runner.runtime.trees.ngram
+    kept = [ngram is not None and bool(ngram._ring_groups.any())]
     _update(session.llm, wish["way"], wish["path"])
+    kept += [ngram is not None and bool(ngram._ring_groups.any())]
     session.llm.reset_prefix_cache()
     wish["done"] = True
-    return []
+    return [kept]
 
 
 def _update(llm: Any, way: str, path: str) -> None:

@@ -95,6 +95,7 @@ def copies(
     ops.find_ngram.triton(
         history, lengths, slots, last, counts, found, *kept, table, clock, found, drafts
     )
+    ops.add_prompt.triton(history, slots, found, table, 0, 300)
     ops.keep_replies.triton(history, lengths, lengths, found, slots, *kept, clock, table, clock)
     tokens = torch.zeros(reqs, 31, dtype=torch.int32)
     ngram = tokens, tokens, torch.zeros(reqs, 31, width + 1)

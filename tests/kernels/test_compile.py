@@ -42,7 +42,7 @@ def test_kernels_compile_and_do_not_spill(capability: str) -> None:
         "_context_rows_kernel", "_find_commits_kernel", "_find_kernel", "_find_states_kernel",
         "_inputs_kernel", "_insert_kernel", "_keep_kernel", "_maxima_kernel",
         "_mix_kernel", "_penalise_kernel", "_pop_kernel", "_positions_kernel",
-        "_take_kernel", "expand_kernel", "gated_delta_commit_kernel",
+        "_prompt_kernel", "_take_kernel", "expand_kernel", "gated_delta_commit_kernel",
         "gated_delta_tree_kernel",
     }  # fmt: skip
     # stack bytes: a call of the float64 division takes 8, spilled registers take more

@@ -16,6 +16,7 @@ from op_helpers import Trees, assert_same, call, lattice, poisoned, poisoned_tre
 from torch import Tensor
 
 from bastion_kernels import (
+    add_prompt,
     expand_best_first,
     find_ngram,
     keep_replies,
@@ -30,6 +31,7 @@ from tests.references.lookup import best_match, matched
 EXPANDS = versions(expand_best_first.triton, expand_best_first.cpu)
 FINDS = versions(references.find_ngram, find_ngram.triton, find_ngram.cpu)
 KEEPS = versions(references.keep_replies, keep_replies.triton, keep_replies.cpu)
+ADDS = versions(add_prompt.triton, add_prompt.cpu)
 longest_match = partial(best_match, lengths=range(SHORTEST, LONGEST + 1))
 Found = tuple[int, bool, int]  # m, whether it is own text, p
 
@@ -47,7 +49,7 @@ class Index:
         self.ring, self.ring_groups, self.head = zeros(kept), longs(kept), longs(1)
         self.table = ngram_table(20 * (slots * most + kept), torch.device("cpu"))[:entries].clone()
         self.clock, self.found = torch.ones(1, dtype=torch.int64), longs(slots)
-        self.drafts = zeros(slots, 31)
+        self.drafts, self.numbers = zeros(slots, 31), longs(slots)
 
     def grow(self, slot: int, tokens: list[int]) -> None:
         text = self.texts[slot]
@@ -58,6 +60,8 @@ class Index:
         """Another request takes the slot; behind its text is what the one before left."""
         self.texts[slot] = []
         self.last[slot], self.groups[slot], self.begins[slot] = 0, group, begin
+        self.clock += 1
+        self.numbers[slot] = self.clock
 
     @property
     def lengths(self) -> Tensor:
@@ -82,6 +86,11 @@ class Index:
                 self.last[slot] = torch.tensor([place, code, len(self.texts[slot])])
             results.append((code >> 1, code & 1 == 1, place))
         return results
+
+    def add(self, run: Any, slot: int, begin: int, end: int) -> None:
+        """Add a part of a prompt."""
+        slots = torch.tensor([slot])
+        call(run, self.history, slots, self.numbers, self.table, begin, end)
 
     def end(self, run: Any, slots: list[int]) -> None:
         """Keep the replies of these requests."""
@@ -150,6 +159,32 @@ def test_an_index_that_grows_by_new_tokens(run) -> None:
         for slot, at, (match, _, place) in zip(slots, behind, index.look_up(run, slots)):
             if slot >= 0:
                 assert (match, place) == best_match(index.texts[slot], behind=at)
+
+
+@pytest.mark.parametrize(("run", "add"), zip(FINDS[1:], ADDS, strict=True))
+def test_prompts_that_are_added_in_parts(run, add) -> None:
+    """From the end; a place of those, or of what the slot's last request left, is found."""
+    rng = np.random.default_rng(6)
+    index, missing = Index(3, 700), [0] * 3
+    for _ in range(24):
+        for slot, text in enumerate(index.texts):
+            if not text or len(text) > 400 or rng.random() < 0.1:
+                old = index.texts[int(rng.integers(3))]
+                index.restart(slot)
+                index.grow(slot, [*old[3:90], *sampled(rng)])
+                missing[slot] = index.last[slot, 2] = len(index.texts[slot])
+            elif rng.random() < 0.7:
+                begin = max(missing[slot] - int(rng.integers(150)), 0)
+                index.add(add, slot, begin, missing[slot])
+                missing[slot] = begin
+            index.grow(slot, index.texts[slot][-3:-1] if rng.random() < 0.5 else [1])
+        slots = rng.permutation(3).tolist()
+        behind = [index.behind(slot) for slot in slots]
+        for slot, at, (match, _, place) in zip(slots, behind, index.look_up(run, slots)):
+            text = index.texts[slot]
+            assert match == matched(text, text[:place])
+            assert (match, place) >= best_match(text, behind=at, begin=missing[slot])
+            assert missing[slot] or (match, place) == best_match(text, behind=at)
 
 
 @runs(find_ngram)

@@ -26,7 +26,7 @@ def test_what_copies_promise_is_known_before_they_are_mixed() -> None:
     for slot, text in zip(slots, texts):
         history[slot, : len(text)] = torch.tensor(text)
         lengths[slot] = len(text)
-    copies = NgramDrafts(history, lengths, DEPTH, 16)
+    copies = NgramDrafts(history, lengths, DEPTH, 16, 128)
     copies.counts[0] = torch.arange(LONGEST + 1).repeat(2)
     copies.counts[1] = copies.counts[0] // 2
     copies.find(slots)
@@ -46,7 +46,7 @@ def test_copies_that_were_given_up_are_judged_too() -> None:
     history = torch.tensor([[1, 2, 3, 1, 2, 9, 9, 9]], dtype=torch.int32)
     slots, judged = torch.zeros(1, dtype=torch.int64), []
     for gives_up in (False, True):
-        copies = NgramDrafts(history, torch.tensor([5], dtype=torch.int32), DEPTH, 16)
+        copies = NgramDrafts(history, torch.tensor([5], dtype=torch.int32), DEPTH, 16, 128)
         copies.find(slots)
         assert copies.expected(np.zeros(1, int), np.array([DEPTH])) > 0
         if gives_up:
@@ -63,11 +63,11 @@ def test_copies_that_were_given_up_are_judged_too() -> None:
 def test_replies_are_kept_for_requests_of_their_group() -> None:
     history = torch.zeros(3, 64, dtype=torch.int32)
     lengths, every = torch.zeros(3, dtype=torch.int32), np.arange(3)
-    copies = NgramDrafts(history, lengths, DEPTH, 16, num_kept=100)
+    copies = NgramDrafts(history, lengths, DEPTH, 16, 128, num_kept=100)
 
     def begin(slot: int, group: int, tokens: list[int]) -> None:
         history[slot, : len(tokens)], lengths[slot] = torch.tensor(tokens).int(), len(tokens)
-        copies.restart(slot, f"request {slot}", group, 2)
+        copies.restart(slot, f"request {slot}", len(tokens), group, 2)
 
     def told() -> list[bool]:
         found = copies.expected(every, np.full(3, DEPTH)) > 0
@@ -93,3 +93,28 @@ def test_replies_are_kept_for_requests_of_their_group() -> None:
     for slot in range(3):
         begin(slot, 5, ends[0])
     assert told() == [False] * 3
+
+
+def test_a_step_adds_no_more_of_prompts_than_it_has_tokens() -> None:
+    history, lengths = torch.zeros(2, 64, dtype=torch.int32), torch.tensor([36, 36]).int()
+    history[:, :36] = torch.tensor([1, 2, *range(10, 42), 1, 2])
+    copies = NgramDrafts(history, lengths, DEPTH, 16, 20)
+
+    def told() -> list[bool]:
+        found = copies.expected(np.arange(2), np.full(2, DEPTH)) > 0
+        copies.give_up(torch.arange(2))
+        return list(found)
+
+    copies.restart(0, "a", 36)
+    copies.restart(1, "b", 36)
+    steps = []
+    for _ in range(4):
+        copies.add_prompts()
+        steps.append(told())
+    # Of the newer one 20 and 16 tokens, then of the other one.
+    assert steps == [[False, False], [False, True], [False, True], [True, True]]
+    copies.restart(0, "a", 36)
+    copies.leave("a", ended=True)
+    copies.restart(1, "c", 20)
+    copies.add_prompts()
+    assert not copies._prompts

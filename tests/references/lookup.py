@@ -9,7 +9,13 @@ import torch
 
 from bastion_kernels.draft.find_ngram import FindNgram
 from bastion_kernels.draft.mix_ngram import MixNgram, ngram_chances
-from bastion_kernels.draft.ngram_table import LENGTHS, LONGEST, SHORTEST, KeepReplies
+from bastion_kernels.draft.ngram_table import (
+    LENGTHS,
+    LONGEST,
+    SHORTEST,
+    AddPrompt,
+    KeepReplies,
+)
 from tests.references.declare import of
 
 
@@ -37,11 +43,14 @@ def latest(
 
 
 def best_match(
-    text: list[int], lengths: Sequence[int] = LENGTHS, behind: int = -1
+    text: list[int], lengths: Sequence[int] = LENGTHS, behind: int = -1, begin: int = 0
 ) -> tuple[int, int]:
-    """m and p in a text; of all `lengths`, the longest match, the latest of them."""
-    begins = [max(place - LONGEST, 0) for place in range(len(text))]
-    matches = [matched(text, text[begin:place]) for place, begin in enumerate(begins)]
+    """m and p in a text; of all `lengths`, the longest match, the latest of them.
+
+    begin: the first place that is looked at, except for `behind`.
+    """
+    matches = [matched(text, text[max(p - LONGEST, 0) : p]) for p in range(len(text))]
+    matches[:begin] = [match * (p == behind) for p, match in enumerate(matches[:begin])]
     return latest(matches, lengths, behind)
 
 
@@ -89,6 +98,11 @@ def find_ngram(op: FindNgram) -> None:
         if key:
             many = rest * len(draft)
             op.drafts[slot] = torch.tensor(many[: len(draft)])
+
+
+@of(AddPrompt)
+def add_prompt(op: AddPrompt) -> None:
+    """Nothing: `find_ngram` compares every place."""
 
 
 @of(KeepReplies)

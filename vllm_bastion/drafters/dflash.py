@@ -269,6 +269,8 @@ class BastionSpeculator(DFlashSpeculator):
         if dummy_run:
             self.trees.bind_rows()
         else:
+            if self.trees.ngram is not None:
+                self.trees.ngram.add_prompts()
             step, graph, runtime.draft_graph = runtime.step, runtime.draft_graph, None
             if graph is not None:
                 context.flush()
@@ -337,4 +339,7 @@ class BastionSpeculator(DFlashSpeculator):
         if self.trees.ngram is not None:
             self.trees.bind_rows()
             self.trees.grow_ngram(1)
+            self.trees.ngram.restart(0, "", 1)
+            self.trees.ngram.add_prompts()
+            self.trees.ngram.leave("", False)
         self.context.warm_up()

@@ -59,7 +59,8 @@ class BastionModelState(DefaultModelState):
         if self.trees.ngram is not None:
             request, begin = new_req_data.req_id, new_req_data.prompt_len
             group = self.runtime.plan.ngram_groups.get(request, 0)
-            self.trees.ngram.restart(req_index, request, group, begin)
+            size = len(new_req_data.prefill_token_ids)
+            self.trees.ngram.restart(req_index, request, size, group, begin)
 
     # ---- the target's forward -----------------------------------------------------------
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from bastion_kernels import (
+    add_prompt,
     find_ngram,
     keep_replies,
     mix_ngram,
@@ -31,6 +32,7 @@ class NgramDrafts:
         lengths: [S] int32, number of these tokens.
         depth: most tokens of an n-gram draft.
         num_nodes: N.
+        step_tokens: most tokens of a step, and of the prompts that it adds to the table.
         num_kept: tokens of other requests' replies that are kept.
     """
 
@@ -40,6 +42,7 @@ class NgramDrafts:
         lengths: torch.Tensor,
         depth: int,
         num_nodes: int,
+        step_tokens: int,
         num_kept: int = 0,
     ) -> None:
         slots, device = len(lengths), lengths.device
@@ -52,6 +55,9 @@ class NgramDrafts:
         self._last, self._drafts = zeros(slots, 3), zeros(slots, depth)
         self._table: torch.Tensor | None = None
         self._clock = torch.ones(1, dtype=torch.int64, device=device)
+        # By slot: how many tokens of a prompt are not in the table yet, and its entries' number.
+        self._step_tokens, self._prompts = step_tokens, dict[int, int]()
+        self._numbers = zeros(slots, dtype=torch.int64)
         # The last replies, and the group that each token belongs to.
         self._num_kept, self._slots = num_kept, torch.arange(slots, device=device)
         self._ring, self._ring_groups = zeros(1), zeros(1, dtype=torch.int64)
@@ -73,36 +79,46 @@ class NgramDrafts:
         # [S, N] of every node: 1 the drafter's, 2 of the n-gram draft alone, 3 of both.
         self.sources = zeros(slots, num_nodes)
 
-    def restart(self, slot: int, request: str = "", group: int = 0, begin: int = 0) -> None:
+    def restart(self, slot: int, request: str, size: int, group: int = 0, begin: int = 0) -> None:
         """A new request takes the slot.
 
-        group: of those whose replies it may see, and that see its own; 0 for none. begin: where its
-        reply begins.
+        size: number of its tokens. group: of those whose replies it may see, and that see its own;
+        0 for none. begin: where its reply begins.
         """
-        self._last[slot] = 0
+        self._slot_of[request], self._prompts[slot] = slot, size
+        self._last[slot, :2], self._last[slot, 2] = 0, size
+        self._clock += 1
+        self._numbers[slot] = self._clock[0]
         if self._num_kept:
             self._groups[slot], self._begins[slot] = group, begin
-            self._slot_of[request] = slot
+
+    def add_prompts(self) -> None:
+        """Add prompts to the table, each from its end, as many of their tokens as a step has."""
+        left = self._step_tokens
+        while self._prompts and left:
+            slot, end = self._prompts.popitem()
+            begin = max(end - left, 0)
+            if begin:
+                self._prompts[slot] = begin
+            left -= end - begin
+            slots = self._slots[slot : slot + 1]
+            add_prompt(self.history, slots, self._numbers, self._allocate(), begin, end)
 
     def leave(self, request: str, ended: bool) -> None:
         """A request gives up its slot. Its reply is kept if it has ended."""
         slot = self._slot_of.pop(request, None)
-        if slot is None or not ended:
+        if slot is None:
+            return
+        self._prompts.pop(slot, None)
+        if not (ended and self._num_kept):
             return
         table = self._allocate()
         keep_replies(
-            self.history,
-            self.lengths,
-            self._begins,
-            self._groups,
-            self._slots[slot : slot + 1],
-            self._ring,
-            self._ring_groups,
-            self._head,
-            table,
-            self._clock,
-        )
+            self.history, self.lengths, self._begins, self._groups, self._slots[slot : slot + 1],
+            self._ring, self._ring_groups, self._head, table, self._clock,
+        )  # fmt: skip
 
+    @torch.inference_mode()  # the profiling run, which makes the ring, is in this mode
     def forget(self) -> None:
         """Drop the replies that are kept."""
         self._ring_groups.zero_()
@@ -121,19 +137,9 @@ class NgramDrafts:
         """Find the n-gram drafts of the requests in `slots`, [R], before `mix` does."""
         table = self._allocate()
         find_ngram(
-            self.history,
-            self.lengths,
-            slots,
-            self._last,
-            self.counts,
-            self._groups,
-            self._ring,
-            self._ring_groups,
-            table,
-            self._clock,
-            self._found,
-            self._drafts,
-        )
+            self.history, self.lengths, slots, self._last, self.counts, self._groups, self._ring,
+            self._ring_groups, table, self._clock, self._found, self._drafts,
+        )  # fmt: skip
         self._is_found = True
 
     def give_up(self, slots: torch.Tensor) -> None:
@@ -197,19 +203,7 @@ class NgramDrafts:
             self.find(slots)
         self._is_found = False
         mix_ngram(
-            self._drafts,
-            self.lengths,
-            slots,
-            self._found,
-            self._last,
-            self.counts,
-            self._priors,
-            self._arrived,
-            tokens,
-            logprobs,
-            drafted,
-            places,
-            rows,
-            expected,
-        )
+            self._drafts, self.lengths, slots, self._found, self._last, self.counts, self._priors,
+            self._arrived, tokens, logprobs, drafted, places, rows, expected,
+        )  # fmt: skip
         return drafted, places, rows, self.sources

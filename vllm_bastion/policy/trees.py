@@ -95,7 +95,8 @@ class Trees:
 
     def look_up(self, history: torch.Tensor, lengths: torch.Tensor, num_kept: int = 0) -> None:
         """Give trees branches of n-gram drafts, see `NgramDrafts`."""
-        self.ngram = NgramDrafts(history, lengths, self.depth, self.num_nodes, num_kept)
+        limits = self.depth, self.num_nodes, len(self.positions), num_kept
+        self.ngram = NgramDrafts(history, lengths, *limits)
 
     def use_chains(self) -> None:
         """Draft chains only. Must be called before the first forward pass, dummy or captured."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookup on a CPU: `find_ngram`, `keep_replies` and `mix_ngram`."""
+"""Lookup on a CPU: `find_ngram`, `add_prompt`, `keep_replies` and `mix_ngram`."""
 
 from __future__ import annotations
 
@@ -128,6 +128,14 @@ def find_ngram(
         best = _best_match(text, size, slot, before, group, ring, ring_groups, table)
         _continue(text, size, group, ring, ring_groups, best, drafts[slot])
         found[slot] = best
+
+
+@native
+def add_prompt(history, slots, numbers, table, begin, end):
+    for slot in slots:
+        for place in range(begin, end):
+            value = numbers[slot] << _PLACE_BITS | place
+            _add(history[slot], 0, place, slot, value, table)
 
 
 @native

@@ -9,10 +9,10 @@ and so does a position of the ring (see `ngram_table`) after tokens of the reque
 n-gram draft c_1, c_2, ... is the text that follows. At the end of the history, or of a reply in the
 ring, it continues with itself, so repetitions of any period continue.
 
-A lookup adds to the table the tokens that the previous one has not seen, so its time does not
-depend on n. The table's positions for the last tokens of h, and the position behind the previous
-draft, are compared with the end of h token by token. The largest m wins, then the request's own
-text, then the latest p, all packed into one integer.
+A lookup adds to the table the tokens that the previous one has not seen, and `add_prompt` adds the
+prompt's, so its time does not depend on n. The table's positions for the last tokens of h, and the
+position behind the previous draft, are compared with the end of h token by token. The largest m
+wins, then the request's own text, then the latest p, all packed into one integer.
 
 The success rate is learned from the emitted tokens, whether or not a draft was verified. When the
 history has grown from n to n' tokens, the draft found at n has been tried at match lengths m,
@@ -170,8 +170,8 @@ class FindNgram(Op):
     history: Annotated[Tensor, "[S, MOST] int32"]  # the tokens of each slot's request
     lengths: Annotated[Tensor, "[S] int32"]  # number of tokens
     slots: Annotated[Tensor, "[R] int64"]  # request slot of each row, or -1
-    # Of the last draft: p; m << 1 | whether it is own text, 0 without one; n. Zeros for a request
-    # without a lookup.
+    # Of the last draft: p; m << 1 | whether it is own text, 0 without one; n. For a new request
+    # 0, 0 and its prompt's n.
     last: Annotated[Tensor, "[S, 3] int32"]
     # Trials and successes by match length, in own text and in others'; added to.
     counts: Annotated[Tensor, "[2, 66] int32"]

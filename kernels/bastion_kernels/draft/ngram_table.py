@@ -2,7 +2,7 @@
 """A hash table of n-grams, and the ring of other requests' replies whose n-grams it has, too.
 
 For each n-gram of `LENGTHS` tokens of a request's text the table has the latest position behind it.
-An entry is the number of the lookup that wrote it, and the position. The largest entry keeps its
+An entry is a number that counts lookups and requests, and the position. The largest entry keeps its
 place, in whatever order they are written, so all ranks have the same table. An entry that another
 n-gram has overwritten, or whose text is gone, costs a draft at most: who reads one compares tokens.
 
@@ -19,7 +19,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from bastion_kernels.op import Op, padded, public
+from bastion_kernels.op import Op, cdiv, padded, public
 from bastion_kernels.triton_or_none import tl, triton
 
 # tokens of the n-grams in the table
@@ -66,6 +66,17 @@ def add_places(text, o_p, begin, end, owner, b_value, table, E, BLOCK: tl.conste
         b_hash = (b_hash * _BASE + b_token + 1) & _WORD
         if (_LENGTHS >> back) & 1:
             tl.atomic_max(table + entry_of(b_hash, owner, E), b_value, mask=m_p, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["begin", "end"])
+def _prompt_kernel(
+    history, slots, numbers, table, begin, end, E, stride_history_s, BLOCK: tl.constexpr
+):
+    """Grid: (R, cdiv(end - begin, BLOCK))."""
+    slot = tl.load(slots + tl.program_id(0))
+    o_p = begin + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b_value = (tl.load(numbers + slot) << _PLACE_BITS) | o_p
+    add_places(history + slot * stride_history_s, o_p, 0, end, slot, b_value, table, E, BLOCK)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -131,4 +142,21 @@ class KeepReplies(Op):
         self.launch(_keep_kernel, 1, BLOCK=_BLOCK, num_warps=4)
 
 
+@dataclass(slots=True)
+class AddPrompt(Op):
+    """Add a part of the n-grams of new requests' prompts, in any order of the parts."""
+
+    history: Annotated[Tensor, "[S, MOST] int32"]  # the tokens of each slot's request
+    slots: Annotated[Tensor, "[R] int64"]  # the new requests
+    numbers: Annotated[Tensor, "[S] int64"]  # `clock` when each slot's request came
+    table: Annotated[Tensor, "[E] int64"]  # of `ngram_table`; entries are added
+    begin: int  # first position
+    end: int  # behind the last one
+
+    def triton(self) -> None:
+        rows, parts = self.slots.shape[0], cdiv(self.end - self.begin, _BLOCK)
+        self.launch(_prompt_kernel, rows, parts, BLOCK=_BLOCK, num_warps=4)
+
+
+add_prompt = public(AddPrompt, cpu="bastion_kernels.cpu.ngram")
 keep_replies = public(KeepReplies, cpu="bastion_kernels.cpu.ngram")
