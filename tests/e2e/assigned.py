@@ -62,9 +62,9 @@ torch.compiler:load_compiled_function
   why: on a CPU the loaded function has no `finalize_loading`, which vLLM calls
   what: `cpu.stored_graphs` adds an empty one, then restores PyTorch's function
   when: while vLLM loads a stored compiled model on a CPU
-torch.ops:vllm_bastion
+torch.ops:bastion
   why: compiled models can only call registered ops
-  what: `cpu.linear` registers its matrix product
+  what: `bastion_kernels.cpu.linear` registers its matrix product
   when: {_CPU_DRAFTER}
 """
 # Of objects.

@@ -156,6 +156,6 @@ def survey(session: Any) -> list[dict[str, Any]]:
                 # whatever name and in whatever module it was imported.
                 home = getattr(value, "target", "") or homes.get(id(value), "")
                 ours[target(holder, name)] = home
-    if any(op.startswith("vllm_bastion::") for op in torch._C._dispatch_get_all_op_names()):
-        ours["torch.ops:vllm_bastion"] = ""
+    if any(op.startswith("bastion::") for op in torch._C._dispatch_get_all_op_names()):
+        ours["torch.ops:bastion"] = ""
     return [{"ours": ours, "objects": changed_objects()}]

@@ -6,17 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 from op_helpers import using_threads
-from torch import Tensor
 
-from bastion_kernels.cpu.linear import PackedWeight, can_multiply, linear_cpu, pack_weight
+from bastion_kernels.cpu.linear import can_multiply, linear_cpu, pack_weight
 
 pytestmark = pytest.mark.skipif(not can_multiply(), reason="for CPUs that multiply bfloat16 pairs")
-
-
-def product(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    out = torch.full((len(x), packed.values.shape[0] * 16), torch.nan, dtype=torch.bfloat16)
-    linear_cpu(x, packed, bias, out)
-    return out
 
 
 # More than 24 rows take several passes, more than 4096 of K two parts, and 3000 rows two blocks.
@@ -31,7 +24,7 @@ def test_product(rows: int, outer: int, inner: int, biased: bool) -> None:
     x = torch.randn(rows, inner + 8, generator=g).bfloat16()[:, :inner]
     packed = pack_weight(weight)
     assert packed is not None
-    got = product(x, packed, bias)
+    got = linear_cpu(x, packed, bias)
     truth = x.double() @ weight.double().t()
     sizes = x.double().abs() @ weight.double().abs().t()
     if bias is not None:
@@ -46,10 +39,10 @@ def test_a_row_does_not_depend_on_those_beside_it(threads: int) -> None:
     packed = pack_weight(torch.randn(352, 6000, generator=g).bfloat16())
     assert packed is not None
     x = torch.randn(70, 6000, generator=g).bfloat16()
-    alone = torch.cat([product(row[None], packed) for row in x])
+    alone = torch.cat([linear_cpu(row[None], packed, None) for row in x])
     with using_threads(threads):
         for rows in (2, 17, 49, 70):
-            assert torch.equal(product(x[-rows:], packed), alone[-rows:])
+            assert torch.equal(linear_cpu(x[-rows:], packed, None), alone[-rows:])
 
 
 @pytest.mark.parametrize("rows", [1, 16, 25, 65, 3000])
@@ -62,7 +55,7 @@ def test_int8(rows: int, outer: int, inner: int) -> None:
     assert kept is not None and kept.scales is not None
     x = torch.randn(rows, inner + 8, generator=g).bfloat16()[:, :inner]
     x[-1] = 0
-    got = product(x, kept)
+    got = linear_cpu(x, kept, None)
     # The whole numbers that are to be multiplied; their sums are exact in float64.
     weight = kept.values.view(outer // 16, inner // 4, 16, 4).transpose(1, 2).reshape(outer, inner)
     top = x.float().abs().amax(1, keepdim=True)
@@ -73,7 +66,7 @@ def test_int8(rows: int, outer: int, inner: int) -> None:
     rounding = (weight * kept.scales.double()[:, None] - given.double()).abs()
     assert bool((rounding <= 0.501 * kept.scales[:, None]).all())
     bias = torch.randn(outer, generator=g).bfloat16()
-    assert torch.equal(product(x, kept, bias), got + bias)
+    assert torch.equal(linear_cpu(x, kept, bias), got + bias)
 
 
 def test_numbers_that_are_none() -> None:
@@ -81,7 +74,7 @@ def test_numbers_that_are_none() -> None:
     packed = pack_weight(weight)
     assert packed is not None
     x = torch.tensor([[torch.inf, torch.nan, 3.4e38, -torch.inf, *[0.0] * 12]]).bfloat16()
-    got = product(x, packed)
+    got = linear_cpu(x, packed, None)
     assert torch.equal(got.isnan(), (x.float() @ weight.float()).isnan())
 
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.library import Library
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from bastion_kernels.cpu.linear import (
@@ -55,30 +54,6 @@ def int8_wanted(drafter_weights: str, dtype: torch.dtype) -> bool:
     return drafter_weights == "auto" and dtype == torch.bfloat16 and can_multiply_int8()
 
 
-# Registered as an op, so that vLLM's compiled models can call it.
-_library = Library("vllm_bastion", "DEF")
-_library.define(
-    "linear(Tensor x, Tensor values, Tensor? start, Tensor? scales, Tensor? bias) -> Tensor"
-)
-
-
-def _linear(
-    x: Tensor, values: Tensor, start: Tensor | None, scales: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    out, rows = _result(x, values), x.reshape(-1, x.shape[-1])
-    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    linear_cpu(rows, PackedWeight(values, start, scales), bias, out)
-    return out
-
-
-def _result(x: Tensor, values: Tensor, *_: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], values.shape[0] * 16)
-
-
-_library.impl("linear", _linear, "CPU")
-_library.impl("linear", _result, "Meta")
-
-
 # Packed weights that layers share: a head has the weight of its embeddings and installs its own
 # product.
 _packed: MutableMapping[Tensor, PackedWeight] = WeakTensorKeyDictionary()
@@ -104,11 +79,10 @@ def install_linear(layer: Any, remove_weight: bool, *, int8: bool = False) -> bo
         packed = earlier
     if not (int8 or remove_weight):
         _packed[weight] = packed
-    parts = tuple(packed)
+    own = packed
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out: Tensor = torch.ops.vllm_bastion.linear(x, *parts, bias)
-        return out
+        return linear_cpu(x, own, bias)
 
     product.packed = packed  # type: ignore[attr-defined]
     layer.cpu_linear = product

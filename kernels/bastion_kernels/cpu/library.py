@@ -33,6 +33,7 @@ _FLAGS = (
     "-O3", "-march=native", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast",
     "-fno-math-errno", "-fno-trapping-math", "-w",
 )  # fmt: skip
+_TORCH = Path(torch.__file__).parent  # its stable interface for C++
 _MEMBERS = re.compile(r"^  (?:const )?(\w+)(\*?) ([\w, ]+);", re.MULTILINE)
 _NUMBERS = {"int64_t": ctypes.c_int64, "float": ctypes.c_float}
 _EMULATED = 2  # tile registers, in a test build
@@ -141,7 +142,8 @@ def _key(flags: tuple[str, ...]) -> str:
     program = Path(found).resolve()
     status = program.stat()
     key = hashlib.sha256()
-    for part in (*_compiler(), *flags, program, status.st_size, status.st_mtime_ns, host_cpu()):
+    file = program, status.st_size, status.st_mtime_ns
+    for part in (*_compiler(), *flags, *file, host_cpu(), torch.__version__):
         key.update(f"{part}\0".encode())
     for path in _sources():
         key.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -150,8 +152,9 @@ def _key(flags: tuple[str, ...]) -> str:
 
 def _compile(folder: Path, flags: tuple[str, ...]) -> Path:
     """Compile all sources in parallel, then link; returns a library in `folder`."""
+    compile_one = *_compiler(), *flags, f"-I{_TORCH / 'include'}", "-c"
     jobs = [
-        (*_compiler(), *flags, "-c", str(path), "-o", str(folder / f"{path.stem}.o"))
+        (*compile_one, str(path), "-o", str(folder / f"{path.stem}.o"))
         for path in _sources()
         if path.suffix == ".cpp"
     ]
@@ -159,7 +162,9 @@ def _compile(folder: Path, flags: tuple[str, ...]) -> Path:
     built = folder / "kernels.so"
     # -fopenmp here would link the compiler's OpenMP library.
     link = [flag for flag in flags if flag != "-fopenmp"]
-    _run((*_compiler(), *link, "-shared", "-o", str(built), *(job[-1] for job in jobs)))
+    objects = [job[-1] for job in jobs]
+    libraries = f"-L{_TORCH / 'lib'}", "-ltorch_cpu"
+    _run((*_compiler(), *link, "-shared", "-o", str(built), *objects, *libraries))
     return built
 
 

@@ -30,9 +30,14 @@ struct LinearArgs {
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 
 #include <immintrin.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
 
 #include <cmath>
+#include <optional>
 #include <utility>
+#include <vector>
 
 namespace bastion {
 namespace {
@@ -230,16 +235,40 @@ void linear(const LinearArgs& args) {
   }
 }
 
+using torch::stable::Tensor;
+using Optional = std::optional<Tensor>;
+
+template <class T>
+T* data_of(const Optional& tensor) {
+  return tensor ? static_cast<T*>(tensor->data_ptr()) : nullptr;
+}
+
+// The op; `cpu/linear.py` says what it takes.
+Tensor op(Tensor x, Tensor values, Optional start, Optional scales, Optional bias) {
+  const int64_t last = x.dim() - 1;
+  if (!x.is_contiguous() && (last != 1 || x.stride(1) != 1)) x = torch::stable::contiguous(x);
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  const int64_t length = shape[last], rows = length ? x.numel() / length : 0;
+  shape[last] = values.size(0) * kColumns;
+  Tensor out = torch::stable::new_empty(x, shape);
+  const LinearArgs args = {torch::stable::get_num_threads(), rows, values.size(1), values.size(0),
+                           static_cast<uint16_t*>(x.data_ptr()), last ? x.stride(last - 1) : length,
+                           static_cast<uint32_t*>(values.data_ptr()), data_of<uint16_t>(bias),
+                           data_of<int32_t>(start), data_of<float>(scales),
+                           static_cast<uint16_t*>(out.data_ptr())};
+  if (rows != 0 && scales) linear<Int8Product>(args);
+  if (rows != 0 && !scales) linear<Bf16Product>(args);
+  return out;
+}
+
 }  // namespace
 }  // namespace bastion
 
-extern "C" BASTION_EXPORT void bastion_linear(const bastion::LinearArgs* args) {
-  if (args->rows == 0) return;
-  if (args->scales != nullptr) {
-    bastion::linear<bastion::Int8Product>(*args);
-  } else {
-    bastion::linear<bastion::Bf16Product>(*args);
-  }
+// Implements the op `bastion::linear`; to be called once.
+extern "C" BASTION_EXPORT void bastion_register_linear() {
+  using torch::stable::detail::StableLibrary;
+  static StableLibrary library(StableLibrary::Kind::IMPL, "bastion", "CPU", __FILE__, __LINE__);
+  library.impl("linear", TORCH_BOX(&bastion::op));
 }
 
 #endif  // AVX-512 BF16 and VNNI
