@@ -9,14 +9,17 @@ tree is accepted at each position, which must be equal.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
-from tests.e2e.engines import Batch, Engine
+from tests.e2e.engines import DRAFTER, Batch, Engine
 
 pytestmark = pytest.mark.e2e
 
@@ -94,3 +97,55 @@ def test_after_preemption(compare: Comparison, tree: Engine) -> None:
     assert run["batches"][0]["metrics"]["num_preemptions"] > 0
     compare.same("preempted", [first_turns()], fresh, run)
     assert_as_good(fresh["batches"][0], run["batches"][0], COMMON)
+
+
+def changed_drafter(folder: Path, **changes: object) -> str:
+    config = json.loads((Path(DRAFTER) / "config.json").read_text())
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    (folder / "model.safetensors").symlink_to(Path(DRAFTER) / "model.safetensors")
+    return str(folder)
+
+
+# Layers that see a window, so that no row sees more of a long context than of a short one.
+WINDOW, NEAR, FAR = 128, 1024, 40_000
+LOCAL = {"use_sliding_window": True, "sliding_window": WINDOW, "max_position_embeddings": 65_536}
+SCALED = {
+    "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 4096,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
+
+
+def ends_at(position: int) -> Batch:
+    """Texts that end there; what is in front of their last NEAR tokens is the same for all."""
+    batch = Batch(f"contexts of {position} tokens")
+    before = 100 * cases.long_prompt("chat", 1000)
+    for domain in cases.DOMAINS:
+        prompt = [*before[: position - NEAR], *cases.long_prompt(domain, NEAR)]
+        assert len(prompt) == position
+        batch.add(f"far-{domain}", prompt, temperature=0, max_tokens=64, ignore_eos=True)
+    return batch
+
+
+@pytest.mark.slow
+def test_acceptance_beyond_position_32768(compare: Comparison, tmp_path: Path) -> None:
+    """A drafter of 32,768 positions with scaled rotations, after computed and cached prefixes."""
+    sliding = {"layer_types": 3 * ["sliding_attention"]}
+    own = {"mask_token_id": 1, "target_layer_ids": [1, 3, 4], "causal": False}
+    limits = {"max_position_embeddings": 32_768, "rope_scaling": SCALED, "dflash_config": own}
+    drafter = changed_drafter(tmp_path / "scaled", **(LOCAL | sliding | limits))
+    plain = Engine(max_num_seqs=1, max_model_len=FAR + 100, num_blocks=4500, eager=True)
+    overrides = LOCAL | {"layer_types": 6 * ["sliding_attention"]}
+    plain = plain.of(
+        hf_overrides=overrides, max_num_batched_tokens=2048, enable_prefix_caching=True
+    )
+    tree = plain.with_bastion(12, 12, lookup=False, model=drafter)
+    far = [ends_at(FAR), ends_at(FAR)]
+    near, run = compare.run(tree, [ends_at(NEAR)]), compare.run(tree, far)
+    compare.same("beyond 32,768 positions", far, compare.run(plain, far), run, plain)
+    fresh, again = run["batches"]
+    cached = [result["cached_tokens"] for result in again["requests"].values()]
+    assert_as_good(fresh, again, COMMON)
+    taus = [mean(map(len, done["paths"])) for done in (near["batches"][0], fresh, again)]
+    print(f"tokens a step at {NEAR}, at {FAR}, and there after a hit: {taus}; cached {cached}")
+    assert min(cached) > 38_000 and taus[0] > 2 and taus[1] > 0.95 * taus[0]
