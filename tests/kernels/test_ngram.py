@@ -263,7 +263,7 @@ def test_a_ring_that_wraps_around_and_tenants_that_never_meet(run, keep) -> None
     """Every token says whose it is, and nothing but the ring is left of a request that ended."""
     rng = np.random.default_rng(5)
     index, texts, found_others = Index(6, 120, kept=150), {1: [], 2: [], 3: []}, 0
-    for _ in range(60):
+    for _ in range(40):
         for slot in range(6):
             group = int(index.groups[slot])
             if group == 0 or len(index.texts[slot]) > 80:
