@@ -296,7 +296,7 @@ def test_a_ring_that_wraps_around_and_tenants_that_never_meet(run, keep) -> None
             pattern = [*text[-match:], draft[0]]
             windows = zip(*(joined[i:] for i in range(len(pattern))))
             assert tuple(pattern) in windows, "a reply of the group has it"
-    assert found_others > 20 and int(index.head) > 0
+    assert found_others > 10 and int(index.head) > 0
     kept = [(token, group) for token, group in zip(index.ring, index.ring_groups) if group]
     assert all(token // 1000 == group for token, group in kept)
 
