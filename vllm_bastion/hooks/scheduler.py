@@ -237,10 +237,10 @@ def _observe(
     if scheduled.total_num_scheduled_tokens != reqs + nodes:  # prompts
         state.last = LastStep(now, None)
         return
-    tokens = sum(len(one.new_token_ids) for own in outputs.values() for one in own.outputs)
+    given = [one.new_token_ids for own in outputs.values() for one in own.outputs]
     clean = last.arm == plan.arm == plan.verified
     ms = (now - last.time) * 1e3 if clean else 0.0
-    counts = state.gate.observe(plan.verified, reqs, tokens, ms)
+    counts = state.gate.observe(plan.verified, reqs, sum(map(len, given)), ms)
     if counts and predicted_ms > 0.0:
         state.lines[size_class(reqs), plan.verified].add(predicted_ms, ms)
     state.last = LastStep(now, plan.arm, ms)
