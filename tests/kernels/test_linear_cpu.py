@@ -45,6 +45,20 @@ def test_a_row_does_not_depend_on_those_beside_it(threads: int) -> None:
             assert torch.equal(linear_cpu(x[-rows:], packed, None), alone[-rows:])
 
 
+def test_rows_of_any_layout() -> None:
+    packed = pack_weight(torch.randn(32, 64).bfloat16())
+    assert packed is not None
+    x = torch.randn(6, 64).bfloat16()
+    expected = linear_cpu(x, packed, None)
+    assert torch.equal(linear_cpu(x[2], packed, None), expected[2])
+    assert torch.equal(linear_cpu(x.view(2, 3, 64), packed, None), expected.view(2, 3, 32))
+    # Contiguous for PyTorch, although the stride of its dimension of size 1 is that of all rows.
+    assert torch.equal(linear_cpu(x[None].transpose(0, 1), packed, None)[:, 0], expected)
+    swapped = linear_cpu(x.view(2, 3, 64).transpose(0, 1), packed, None)
+    assert torch.equal(swapped, expected.view(2, 3, 32).transpose(0, 1))
+    assert torch.equal(linear_cpu(x.t().contiguous().t(), packed, None), expected)
+
+
 @pytest.mark.parametrize("rows", [1, 16, 25, 65, 3000])
 @pytest.mark.parametrize(("outer", "inner"), [(16, 4), (1024, 192), (48, 9000)])
 def test_int8(rows: int, outer: int, inner: int) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -28,10 +28,7 @@ def can_multiply_int8() -> bool:
     if not (torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported()):
         return False
     # An old compiler may lack the instructions.
-    if library.problem() is not None or not hasattr(library.load(), "bastion_register_linear"):
-        return False
-    library.load().bastion_register_linear()
-    return True
+    return library.problem() is None and hasattr(library.load(), "bastion_register_linear")
 
 
 class PackedWeight(NamedTuple):
@@ -52,6 +49,7 @@ def pack_weight(weight: Tensor, *, int8: bool = False) -> PackedWeight | None:
     word = 4 if int8 else 2
     if outer % _COLUMNS or inner % word:
         return None
+    _implement()
     start = scales = None
     if int8:
         weight, scales = round_rows(weight)
@@ -71,7 +69,7 @@ def round_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     return rounded, scales
 
 
-# An op, so that compiled models can call it. Its implementation in C++ saves 6 us a call.
+# An op, so that compiled models can call it; in C++, because a step calls it for every layer.
 _library = Library("bastion", "DEF")
 _library.define(
     "linear(Tensor x, Tensor values, Tensor? start, Tensor? scales, Tensor? bias) -> Tensor"
@@ -83,6 +81,12 @@ def _result(x: Tensor, values: Tensor, *_: Tensor | None) -> Tensor:
 
 
 _library.impl("linear", _result, "Meta")
+
+
+@cache
+def _implement() -> None:
+    """Register the op's implementation. Whoever multiplies has packed a weight."""
+    library.load().bastion_register_linear()
 
 
 def linear_cpu(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:

@@ -9,24 +9,6 @@
 // registers at once. With more rows the block is read again, from the cache.
 #include "common.h"
 
-namespace bastion {
-
-struct LinearArgs {
-  int64_t threads;
-  int64_t rows;
-  int64_t words;   // of 4 bytes, in a row of x in the weights' dtype
-  int64_t blocks;  // of 16 columns
-  const uint16_t* x;  // [rows, K] bf16
-  int64_t x_row;      // elements between two rows
-  const uint32_t* packed;  // [blocks, words, 16]
-  const uint16_t* bias;    // bf16 product: [N] bf16 or null
-  const int32_t* start;    // int8 product: [N], initial values of the sums
-  const float* scales;     // int8 product: [N]
-  uint16_t* out;           // [rows, N] bf16
-};
-
-}  // namespace bastion
-
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 
 #include <immintrin.h>
@@ -41,6 +23,20 @@ struct LinearArgs {
 
 namespace bastion {
 namespace {
+
+struct LinearArgs {
+  int64_t threads;
+  int64_t rows;
+  int64_t words;   // of 4 bytes, in a row of x in the weights' dtype
+  int64_t blocks;  // of 16 columns
+  const uint16_t* x;  // [rows, K] bf16
+  int64_t x_row;      // elements between two rows
+  const uint32_t* packed;  // [blocks, words, 16]
+  const uint16_t* bias;    // bf16 product: [N] bf16 or null
+  const int32_t* start;    // int8 product: [N], initial values of the sums
+  const float* scales;     // int8 product: [N]
+  uint16_t* out;           // [rows, N] bf16
+};
 
 constexpr int64_t kColumns = 16;  // of a block: lanes of a vector of 32-bit sums
 constexpr int kMaxRows = 24;      // summed together; sums, weights and x share 32 registers
@@ -246,13 +242,15 @@ T* data_of(const Optional& tensor) {
 // The op; `cpu/linear.py` says what it takes.
 Tensor op(Tensor x, Tensor values, Optional start, Optional scales, Optional bias) {
   const int64_t last = x.dim() - 1;
-  if (!x.is_contiguous() && (last != 1 || x.stride(1) != 1)) x = torch::stable::contiguous(x);
+  // Rows may lie apart. A contiguous tensor's own stride says nothing where a dimension has size 1.
+  const bool dense = x.is_contiguous(), apart = !dense && last == 1 && x.stride(1) == 1;
+  if (!dense && !apart) x = torch::stable::contiguous(x);
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   const int64_t length = shape[last], rows = length ? x.numel() / length : 0;
   shape[last] = values.size(0) * kColumns;
   Tensor out = torch::stable::new_empty(x, shape);
   const LinearArgs args = {torch::stable::get_num_threads(), rows, values.size(1), values.size(0),
-                           static_cast<uint16_t*>(x.data_ptr()), last ? x.stride(last - 1) : length,
+                           static_cast<uint16_t*>(x.data_ptr()), apart ? x.stride(0) : length,
                            static_cast<uint32_t*>(values.data_ptr()), data_of<uint16_t>(bias),
                            data_of<int32_t>(start), data_of<float>(scales),
                            static_cast<uint16_t*>(out.data_ptr())};
