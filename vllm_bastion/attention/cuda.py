@@ -136,8 +136,9 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
                 or attn_metadata.max_query_len == PLAIN_QUERY_LEN
                 or not torch.cuda.is_current_stream_capturing()
             )
-            layer_inputs = layer, query, key, value, kv_cache
-            return super().forward(*layer_inputs, attn_metadata, output, **output_scales)
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, **output_scales
+            )
         scales: dict[str, Any] = {}
         if self.float8 is not None:
             kv_cache = kv_cache.view(self.float8)

@@ -208,8 +208,10 @@ class GatedDeltaModelState(BastionModelState, _OneState):
                 [group for group in of_cache if group.layer_names[0] not in self._groups]
                 for of_cache in attn_groups
             ]
-        batch = input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups
-        metadata = super().prepare_attn(*batch, kv_cache_config, for_capture, **kwargs)
+        metadata = super().prepare_attn(
+            input_batch, cudagraph_mode, block_tables, slot_mappings, attn_groups, kv_cache_config,
+            for_capture, **kwargs,
+        )  # fmt: skip
         # The graph's padding included: a graph reads all of its requests.
         padded = cudagraph_mode == CUDAGraphMode.FULL
         reqs = input_batch.num_reqs_after_padding if padded else input_batch.num_reqs

@@ -123,8 +123,10 @@ class BastionModelState(DefaultModelState):
         # A graph of trees reads buffers only; that of a plain step is planned ahead.
         if plain or not full or self.vllm_config.kv_transfer_config is not None:
             ours = [list(filter(self._is_target, groups)) for groups in attn_groups]
-            batch = input_batch, cudagraph_mode, block_tables, slot_mappings, ours, kv_cache_config
-            metadata = super().prepare_attn(*batch, for_capture, **kwargs)
+            metadata = super().prepare_attn(
+                input_batch, cudagraph_mode, block_tables, slot_mappings, ours, kv_cache_config,
+                for_capture, **kwargs,
+            )  # fmt: skip
         if self.runtime.profiles:  # no expert processes what vLLM marks as padding
             input_batch.is_padding[: input_batch.num_tokens] = False
         step = make_step(self.runtime, input_batch, for_trees=for_capture and not plain)

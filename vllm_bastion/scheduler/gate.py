@@ -126,7 +126,7 @@ class Gate:
         """
         size = size_class(num_reqs)
         own = self._ms.get(size, {})
-        if len(own) < len(self.arms) and len(self._ms) > (size in self._ms):
+        if len(own) < len(self.arms) and self._ms.keys() - {size}:
             own = self._completed(size, own)
         costs, least = {}, math.inf
         for arm in reversed(self.arms):

@@ -47,7 +47,7 @@ def _gumbel_sample(
     expanded_idx_mapping_ptr, seeds_ptr, pos_ptr, temp_ptr, vocab_size, BLOCK_SIZE, IS_DRAFTING,
     APPLY_TEMPERATURE, USE_FP64, PER_TOKEN_COL,
 ):  # fmt: skip
-    # Refused on a CPU; of other methods' drafters.
+    # fp64 noise is refused on a CPU, and only other methods' drafters ask for the rest.
     assert not (USE_FP64 or IS_DRAFTING or APPLY_TEMPERATURE)
     for i in range(grid0):
         slot = int(expanded_idx_mapping_ptr[i])
