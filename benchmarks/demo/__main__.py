@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 import benchmarks.demo
-from benchmarks import TINY, parser_of
+from benchmarks import parser_of
 from benchmarks.chat import Renderer
 from benchmarks.demo.pages import (
     Streamed,
@@ -28,136 +29,103 @@ from benchmarks.e2e.methods import Target, method_of
 from benchmarks.harness.driver import Response, start_driver
 from benchmarks.harness.engine import Engine, Request
 from benchmarks.harness.process import begun
-from benchmarks.prompts import Prompt, load_jsonl
+from benchmarks.probes import SeenTree
+from benchmarks.prompts import Prompt
 from benchmarks.smollm2.install import pair as real_pair
 from benchmarks.smollm2.target import CannotFetch
 
 # Nodes of a tree, query tokens of a step, and the cache: small, for a machine with little memory.
 NODES, _ROWS, _KV_CACHE_BYTES = 31, 48, 256 << 20
-_WARM_UP_TOKENS = 24
+CHAIN = 3  # the fastest length of vLLM's own chain
+_TOKENS, _WARM_UP_TOKENS = 128, 24
 _ASKED = {
     "code": "Write a Python function that returns the most frequent word of a text.",
     "arithmetic": "A baker sells 14 loaves in the morning and 9 in the afternoon, each for 4 "
     "dollars. How much does she earn in 5 days? Think step by step.",
     "prose": "Why is the sky blue?",
 }
-# The tiny pair continues texts: ids in its prompts.jsonl.
-_CONTINUED = ("code-made-05", "arithmetic-15", "chat-20")
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A pair in float32; `chain` is the fastest length of vLLM's own chain.
+def requests_of(folder: Path) -> list[Request]:
+    """The questions in the target's chat template."""
+    renderer = Renderer(AutoTokenizer.from_pretrained(folder / "target"), raw=False, limit=1024)
+    asked = ((name, renderer.ids(Prompt(name, name, (text,)), [])) for name, text in _ASKED.items())
+    return [Request(name, ids, _TOKENS, params={"ignore_eos": False}) for name, ids in asked]
 
-    environment: variables of its engines.
+
+def engine_of(name: str, folder: Path, dtype: str) -> Engine:
+    """An engine of `benchmarks.e2e`, but eager, with a batch of one and little memory."""
+    target = str(folder / "target")
+    words = {"dflash": f"dflash {CHAIN}", "bastion": f"bastion nodes={NODES}"}.get(name, name)
+    engine = method_of(words, Target(target, str(folder / "drafter"))).engine(
+        target, cpu=False, dtype=dtype, eager=True, max_num_seqs=1,
+        max_num_batched_tokens=_ROWS, kv_cache_bytes=_KV_CACHE_BYTES,
+        probe="benchmarks.probes:trees" if name == "bastion" else None,
+    )  # fmt: skip
+    return replace(engine, environment={**engine.environment, "HF_HUB_OFFLINE": "1"})
+
+
+def decode(
+    names: Sequence[str], folder: Path, dtype: str, requests: Sequence[Request], shown: bool
+) -> Iterator[tuple[str, list[Response], list[SeenTree]]]:
+    """Of each engine its name, its responses, and the trees that it verified.
+
+    They import vLLM and read their models side by side, then decode one after another.
     """
-
-    folder: Path
-    name: str
-    note: str
-    chain: int
-    tokens: int
-    environment: dict[str, str]
-
-
-def pair_of(name: str) -> Pair:
-    """Raises CannotFetch: the real pair is not here and cannot be had."""
-    if name == "tiny":
-        note = "With models this small a step is mostly Python, and trees gain little."
-        # Waking a second thread costs more than it saves.
-        return Pair(TINY, "the tiny pair", note, 15, 48, {"OMP_NUM_THREADS": "1"})
-    note = (
-        "The drafter was trained by this project (benchmarks/smollm2). In float32 all engines emit"
-        " the same tokens; in bf16 this target's best two are often equally good."
-    )
-    return Pair(real_pair(), "SmolLM2-135M-Instruct", note, 3, 128, {})
-
-
-def prompts_of(pair: Pair) -> Iterator[tuple[str, str, Request]]:
-    """(domain, text, request) of each prompt; questions get the target's chat template."""
-    if pair.folder == TINY:
-        for one in load_jsonl(TINY / "prompts.jsonl"):
-            if one.id in _CONTINUED:
-                yield one.set, one.turns[0], Request(one.id, one.turns[0], pair.tokens)
-        return
-    tokenizer = AutoTokenizer.from_pretrained(pair.folder / "target")
-    renderer = Renderer(tokenizer, raw=False, limit=1024)
-    for domain, text in _ASKED.items():
-        ids = renderer.ids(Prompt(domain, domain, (text,)), [])
-        yield domain, text, Request(domain, ids, pair.tokens, params={"ignore_eos": False})
-
-
-def engines_of(pair: Pair) -> dict[str, Engine]:
-    """The engines of `benchmarks.e2e`, but eager, with a batch of one and little memory."""
-    target = str(pair.folder / "target")
-    what = Target(target, str(pair.folder / "drafter"))
-    words = {
-        "plain": "plain",
-        "dflash": f"dflash {pair.chain}",
-        "bastion": f"bastion nodes={NODES}",
-    }
-    engines = {}
-    for name, own in words.items():
-        engine = method_of(own, what).engine(
-            target, cpu=False, dtype="float32", eager=True, max_num_seqs=1,
-            max_num_batched_tokens=_ROWS, kv_cache_bytes=_KV_CACHE_BYTES,
-            probe="benchmarks.probes:trees" if name == "bastion" else None,
-        )  # fmt: skip
-        environment = {**engine.environment, "HF_HUB_OFFLINE": "1", **pair.environment}
-        engines[name] = replace(engine, environment=environment)
-    return engines
+    tokenizer = Tokenizer.from_file(str(folder / "target" / "tokenizer.json"))
+    print(f"Starting {' and '.join(names)} in {dtype}", flush=True)
+    engines = {name: engine_of(name, folder, dtype) for name in names}
+    with ExitStack() as stack:
+        started = {name: stack.enter_context(begun(engines[name])) for name in names}
+        for name, process in started.items():
+            process.answer()
+            process.start(start_driver, engines[name])
+        for process in started.values():
+            process.answer()
+        for name, process in started.items():
+            process.call("drive", [replace(requests[0], max_tokens=_WARM_UP_TOKENS)], 1)
+            process.answer()
+            process.call("drive", list(requests), 1, math.inf, shown)
+            page = Streamed(tokenizer, name, list(_ASKED), list(_ASKED.values()))
+            run = process.answer(items=page) if shown else process.answer()
+            page.end()
+            trees: list[SeenTree] = []
+            if name == "bastion":
+                process.call("probed")
+                trees = process.answer()
+            process.close()  # free its memory before the next engine decodes
+            yield name, run, trees
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of(benchmarks.demo.__doc__)
-    parser.add_argument("--pair", default="smollm2", choices=("smollm2", "tiny"))
-    given = parser.parse_args(argv)
+    parser_of(benchmarks.demo.__doc__).parse_args(argv)
     try:
-        pair = pair_of(given.pair)
+        folder = real_pair()
     except CannotFetch as error:
-        print(f"Using the tiny pair, which does not have the cost of a real model: {error}.")
-        pair = pair_of("tiny")
-    print(title(f"Three prompts, three engines: vLLM on this CPU with {pair.name}"), flush=True)
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(title("Three questions, three engines: vLLM on this CPU with SmolLM2-135M-Instruct"))
     busy = psutil.cpu_percent(interval=1.0)
     note = f"Other processes use {busy:.0f}% of this machine: the seconds of this run mean nothing."
     if busy >= 25:
         print(note, flush=True)
-    domains, texts, requests = zip(*prompts_of(pair), strict=True)
-    tokenizer = Tokenizer.from_file(str(pair.folder / "target" / "tokenizer.json"))
-    runs: dict[str, list[Response]] = {}
-    with ExitStack() as stack:
-        engines = engines_of(pair)
-        # The first two import vLLM and read their models side by side; bastion times its steps
-        # while it starts, so nothing else runs then.
-        for names in (("plain", "dflash"), ("bastion",)):
-            print(f"Starting {' and '.join(names)}", flush=True)
-            started = {name: stack.enter_context(begun(engines[name])) for name in names}
-            for name, process in started.items():
-                process.answer()
-                process.start(start_driver, engines[name])
-            for process in started.values():
-                process.answer()
-            for name, process in started.items():
-                warm_up = replace(requests[0], max_tokens=_WARM_UP_TOKENS, params={})
-                process.call("drive", [warm_up], 1)
-                process.answer()
-                process.call("drive", list(requests), 1, math.inf, True)
-                shown = Streamed(tokenizer, name, domains, texts)
-                runs[name] = process.answer(items=shown)
-                shown.end()
-                if name == "bastion":
-                    process.call("probed")
-                    trees = process.answer()
-                process.close()  # free its memory before the next engine decodes
-    print(title("The same tokens"))
-    for index, domain in enumerate(domains):
-        ids = {name: run[index].token_ids for name, run in runs.items()}
-        print_same(domain, tokenizer, ids)
-    print_numbers(domains, runs)
-    print_notes(NODES, pair.chain, pair.note)
+    requests, runs, seen = requests_of(folder), dict[str, list[Response]](), list[SeenTree]()
+    # bastion times its steps while it starts, so nothing else runs then.
+    for names in (("plain", "dflash"), ("bastion",)):
+        for name, run, trees in decode(names, folder, "bfloat16", requests, True):
+            runs[name] = run
+            seen += trees
+    exact = {
+        name: run[0].token_ids
+        for name, run, _ in decode(("plain", "bastion"), folder, "float32", requests[:1], False)
+    }
+    tokenizer = Tokenizer.from_file(str(folder / "target" / "tokenizer.json"))
+    print_same(requests[0].name, tokenizer, exact)
+    print_numbers(list(_ASKED), runs)
+    print_notes(NODES, CHAIN)
     if busy >= 25:
         print(note)
-    print_tree(tokenizer, domains, trees)
+    print_tree(tokenizer, list(_ASKED), seen)
     return 0
 
 
