@@ -45,7 +45,7 @@ from torch import Tensor
 from bastion_kernels.cpu.cache import root as cache_dir
 from benchmarks import TINY, parser_of
 from benchmarks.tiny.drafter import Drafter, Selector, load_drafter
-from benchmarks.tiny.model import Attention, Dims, Layer, RMSNorm, Target, load_target
+from benchmarks.tiny.model import Dims, Target, load_target
 
 Weights = Iterator[tuple[str, Tensor]]
 
@@ -149,7 +149,7 @@ class Widening:
         yield "model.embed_tokens.weight", rows
         del rows
         yield from self._layers(target, "model.layers", self.shape.num_hidden_layers)
-        yield "model.norm.weight", self._final_norm(target.norm.weight)
+        yield "model.norm.weight", self._final_norm(target.model.norm.weight)
 
     def drafter(self, drafter: Drafter, target: Target) -> Weights:
         """The wide drafter's weights under z-lab's names; `target` is the small one."""
@@ -213,24 +213,19 @@ class Widening:
         for i, layer in enumerate(model.layers):
             for name, weight in self._layer(layer):
                 yield f"{prefix}.{i}.{name}", weight
-        # One key norm for all layers of a drafter, as vLLM's CPU kernel wants.
-        k_norm = model.layers[0].self_attn.k_norm
-        head_norms = isinstance(k_norm, RMSNorm)
-        keys = self._head_norm(k_norm.weight, self.key_scale) if head_norms else None
-        added = count > len(model.layers)
-        like = Layer(self.dims(1), head_norms).state_dict() if added else {}
+        like = list(self._layer(model.layers[0])) if count > len(model.layers) else []
         for i in range(len(model.layers), count):
-            for name, weight in like.items():
+            for name, weight in like:
                 if name.endswith(("o_proj.weight", "down_proj.weight")):
                     filled = torch.zeros_like(weight)
                 elif weight.dim() == 2:
                     filled = self._noise[: weight.numel()].view_as(weight)
                 else:
-                    is_keys = name.endswith("k_norm.weight")
-                    filled = keys if keys is not None and is_keys else torch.ones_like(weight)
+                    # One key norm for all layers of a drafter, as vLLM's CPU kernel wants.
+                    filled = weight if "k_norm" in name else torch.ones_like(weight)
                 yield f"{prefix}.{i}.{name}", filled
 
-    def _layer(self, layer: Layer) -> Weights:
+    def _layer(self, layer: Any) -> Weights:
         shape, mlp = self.shape, layer.mlp
         yield "input_layernorm.weight", self._norm(layer.input_layernorm.weight)
         yield "post_attention_layernorm.weight", self._norm(layer.post_attention_layernorm.weight)
@@ -254,10 +249,10 @@ class Widening:
         weight[:, columns] = self._noise[: shape.numel()].view(shape)
         return weight
 
-    def _attention(self, attention: Attention) -> Weights:
+    def _attention(self, attention: Any) -> Weights:
         shape, h, d = self.shape, self.tiny.hidden_size, self.tiny.head_dim
         heads = (shape.num_attention_heads, shape.head_dim)
-        head_norms = isinstance(attention.q_norm, RMSNorm)
+        head_norms = hasattr(attention, "q_norm")  # a Llama has none
         # Attention divides by sqrt(D). Without norms, the queries make up for it.
         scale = 1.0 if head_norms else 1.0 / self.key_scale
         q = attention.q_proj.weight.new_zeros(*heads, shape.hidden_size)

@@ -54,7 +54,7 @@ def write(folder: Path, target: Target, drafter: Drafter) -> Path:
                 else:
                     weight.normal_(std=1.0 if "embed" in name else weight.shape[1] ** -0.5)
     config = hf_config(DIMS, architectures=["Qwen3ForCausalLM"], tie_word_embeddings=True)
-    weights = {f"model.{name}": weight for name, weight in target.state_dict().items()}
+    weights = {f"model.{name}": w for name, w in target.model.state_dict().items()}
     save_bf16(weights, folder / "target", config)
     save_drafter(drafter, folder / "drafter", target, eos_id=0)
     (folder / "target" / "tokenizer.json").write_text("{}")
@@ -76,8 +76,8 @@ def open_pair(folder: Path, kind: str) -> tuple[Target, Drafter, Tensor]:
     own, theirs = (read_config(folder / name) for name in ("target", kind))
     names = [field.name for field in fields(Dims)]
     dims, drafter_dims = (Dims(**{name: c[name] for name in names}) for c in (own, theirs))
-    target, settings = Target(dims, own["model_type"] != "llama"), theirs["dflash_config"]
-    fill(target, stored, "model.")
+    target, settings = Target(dims, own["model_type"]), theirs["dflash_config"]
+    fill(target.model, stored, "model.")
     drafter = Drafter(drafter_dims, settings["mask_token_id"])
     drafter.fc = nn.Linear(drafted["fc.weight"].shape[1], dims.hidden_size, bias=False)
     fill(drafter, drafted)
@@ -147,7 +147,7 @@ def test_a_wide_llama_computes_the_small_ones_function(tmp_path: Path) -> None:
     drafter = Drafter(
         replace(DIMS, num_hidden_layers=2), mask_id=1, vocabulary=torch.arange(0, VOCAB, 3)
     )
-    small = write(tmp_path / "small", Target(DIMS, head_norms=False), drafter)
+    small = write(tmp_path / "small", Target(DIMS, "llama"), drafter)
     config = read_config(small / "target")
     config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     (small / "target" / "config.json").write_text(json.dumps(config))

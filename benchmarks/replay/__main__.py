@@ -3,8 +3,7 @@
 
     python -m benchmarks.replay RECORDING.npz [--cost NAME=COSTS.json ...]
 
-Prints tables. The paper's A100 points and a calculated mixture of experts are always among the
-costs. `--cost` adds measured ones.
+Prints tables. The paper's A100 points are always among the costs. `--cost` adds measured ones.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks import parser_of
-from benchmarks.replay.costs import measured, mixture_of_experts, paper_a100
+from benchmarks.replay.costs import measured, paper_a100
 from benchmarks.replay.recording import load_recording
 from benchmarks.replay.simulation import Corpus
 from benchmarks.replay.studies import PRODUCT, STUDIES, shares_of_best
@@ -28,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=1, help="of noise and stalls (default 1)")
     given = parser.parse_args(argv)
     max_rows = 16 * (given.max_nodes + 1)
-    costs = {"paper's A100": paper_a100(max_rows), "experts": mixture_of_experts(max_rows)}
+    costs = {"paper's A100": paper_a100(max_rows)}
     for pair in given.cost:
         name, _, path = pair.partition("=")
         if not path:

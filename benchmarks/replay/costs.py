@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steps cost, for replay: measured curves, the paper's A100 points, and experts.
+"""What steps cost, for replay: measured curves, and the paper's A100 points.
 
 The paper prints two points of T_verify for Qwen3-8B on an A100 with Transformers: 22.0 ms at 32
 nodes and 55.9 ms at 1,024. We interpolate linearly between them and use 22.0 ms below 32. The paper
@@ -7,10 +7,6 @@ prints no drafter time. Below 32 nodes, verification is bound by the launches of
 drafter's 5 layers of the same width are estimated at 5/36 of it, 3.06 ms. Cross-check: the paper's
 averages for BASTION (6.61x at tau 8.48 and 139.3 nodes) imply C / T_AR = 8.48 / 6.61 = 1.283; with
 T_AR = 22.0 these numbers give (25.7 + 3.06) / 22.0 = 1.307.
-
-A mixture of experts is calculated: Qwen3-30B-A3B in bf16 on an H100 that reads 2.3 GB/ms. 3.6 GB of
-weights are read in every step; of the 128 experts (0.44 GB each, all layers together) those that n
-rows of 8 experts each meet if they choose evenly, 128 (1 - (1 - 8/128)^n). The drafter takes 1 ms.
 """
 
 from __future__ import annotations
@@ -73,13 +69,6 @@ def paper_a100(max_rows: int) -> Costs:
     """The paper's points for Qwen3-8B on an A100, measured at batch 1 and applied to all rows."""
     points = [(1, 22.0), (32, 22.0), (1024, 55.9)]
     return Costs(points, [(1, 22.0 * 5 / 36)], max_rows=max_rows)
-
-
-def mixture_of_experts(max_rows: int) -> Costs:
-    """Qwen3-30B-A3B on an H100, calculated from the weights that a step reads."""
-    rows = np.arange(1, max_rows + 1)
-    gigabytes = 3.6 + 0.44 * 128 * (1 - (1 - 8 / 128) ** rows)
-    return Costs(zip(rows, gigabytes / 2.3, strict=True), [(1, 1.0)], max_rows=max_rows)
 
 
 def measured(path: Path, max_rows: int) -> Costs:

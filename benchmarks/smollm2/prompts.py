@@ -3,6 +3,8 @@
 
 gsm8k  questions of GSM8K's training split, in the paper's template
 code   functions of installed Python packages up to their docstring, in HumanEval's template
+text   docstrings of installed packages to summarise, extract from, translate or ask about
+edit   functions of installed packages to change, explain or test
 own    instructions that the target writes itself, given only the first words of a user's turn
 """
 
@@ -20,38 +22,11 @@ from random import Random
 from benchmarks.e2e.data import SETS
 from benchmarks.smollm2.target import pair_folder
 
-SOURCES = ("gsm8k", "code", "own")
+SOURCES = ("gsm8k", "code", "text", "edit", "own")
 _PACKAGES = ("numpy", "scipy", "pandas", "transformers", "torch", "networkx", "sympy", "sklearn")
 _SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-# The first words of instructions. The empty one leaves everything to the target.
-_OPENINGS = (
-    "",
-    "",
-    "Write a Python function",
-    "Write a function to",
-    "Write a python function to find",
-    "Implement a class",
-    "Write a program that",
-    "Given a list of numbers,",
-    "Write a short story about",
-    "Write an email to",
-    "Explain how",
-    "What is the difference between",
-    "Why do",
-    "Summarize the following text:",
-    "Translate",
-    "Describe",
-    "Imagine you are",
-    "How many",
-    "If a train",
-    "Solve",
-    "List",
-    "Edit the following",
-    "Compose",
-    "Rewrite",
-    "Which",
-    "Who",
-)
+# Of `own` the first words; the empty ones leave everything to the target.
+_INSTRUCTIONS = json.loads((Path(__file__).parent / "instructions.json").read_text())
 
 
 def gsm8k(file: Path | None) -> list[str]:
@@ -68,9 +43,9 @@ def gsm8k(file: Path | None) -> list[str]:
     return texts
 
 
-def code() -> list[str]:
-    """Documented functions of the standard library and of installed packages; found once."""
-    found = pair_folder() / "code.json"
+def from_packages() -> dict[str, list[str]]:
+    """Prompts `code`, `text` and `edit` of the standard library and installed packages."""
+    found = pair_folder() / "packages.json"
     if found.exists():
         return json.loads(found.read_text())
     roots = [Path(sysconfig.get_path("stdlib"))]
@@ -78,14 +53,22 @@ def code() -> list[str]:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.origin is not None:
             roots.append(Path(spec.origin).parent)
-    heads = sorted({head for root in roots for head in _heads(root)})
-    Random(2).shuffle(heads)
-    texts = [SETS["humaneval"].turns({"prompt": head})[0] for head in heads]
-    found.write_text(json.dumps(texts))
-    return texts
+    pieces = sorted({piece for root in roots for piece in _pieces(root)})
+    Random(2).shuffle(pieces)
+    prompts: dict[str, list[str]] = {"code": [], "text": [], "edit": []}
+    random = Random(4)
+    for source, piece in pieces:
+        if source == "code":
+            prompt = SETS["humaneval"].turns({"prompt": piece})[0]
+        else:
+            prompt = f"{random.choice(_INSTRUCTIONS[source])}\n\n{piece}"
+        prompts[source].append(prompt)
+    found.write_text(json.dumps(prompts))
+    return prompts
 
 
-def _heads(root: Path) -> Iterator[str]:
+def _pieces(root: Path) -> Iterator[tuple[str, str]]:
+    """(source, text) of every function and docstring of a folder that is of a fitting length."""
     for path in sorted(root.rglob("*.py")):
         if "site-packages" in path.relative_to(root).parts or path.stat().st_size > 300_000:
             continue
@@ -95,16 +78,23 @@ def _heads(root: Path) -> Iterator[str]:
                 tree = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, UnicodeDecodeError, RecursionError):
             continue
-        for node in tree.body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-                text = ast.get_docstring(node)
-                if text and 60 < len(text) < 700 and node.args.args and not node.decorator_list:
+        for node in (tree, *tree.body):
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                continue
+            text = ast.get_docstring(node) or ""
+            if 400 < len(text) < 4000:
+                yield "text", text
+            if isinstance(node, ast.FunctionDef) and node.args.args:
+                if 200 < len(whole := ast.unparse(node)) < 1500:
+                    yield "edit", f"```python\n{whole}\n```"
+                public = not node.name.startswith("_") and not node.decorator_list
+                if public and 60 < len(text) < 700:
                     node.body = node.body[:1]
-                    yield ast.unparse(node)
+                    yield "code", ast.unparse(node)
 
 
 def own(count: int) -> list[str]:
     """Beginnings of conversations, up to the first words of the user's turn."""
     random = Random(3)
     start = f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n<|im_start|>user\n"
-    return [start + random.choice(_OPENINGS) for _ in range(count)]
+    return [start + random.choice(_INSTRUCTIONS["own"]) for _ in range(count)]

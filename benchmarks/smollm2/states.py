@@ -1,30 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the target computes on its replies: `python -m benchmarks.smollm2.states`.
-
-It is most of a training step otherwise, so it is stored once for every shard of
-`benchmarks.smollm2.rollouts`.
-"""
+"""Replies of the target with what it computed on them: shards on disk, and batches of them."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import parser_of
-from benchmarks.smollm2.target import fetch, pair_folder
-from benchmarks.tiny.model import Target, load_target
-
 SHORTEST = 24  # a reply must have room for blocks
 LIKELY = 32  # tokens kept of the target's distributions
-CHUNK = 16  # rows of a forward pass
+_STATES = ("features", "likely", "odds")
+
+
+@dataclass
+class Reply:
+    """A conversation of T tokens and the target's states on it.
+
+    ids: prompt and reply. first: the position of the prompt's last token. states: "features" bf16
+    [T, F*H] of the layers that the drafter reads; "likely" int32 and "odds" fp16 [T, LIKELY], the
+    next token's, in replies. Rows that no step computed are zero, as the last one is.
+    """
+
+    ids: list[int]
+    first: int
+    states: dict[str, Tensor]
+
+
+def replies_of(
+    asked: Mapping[str, tuple[Sequence[int], Sequence[int]]],
+    steps: Iterable[tuple[Any, dict[str, Tensor]]],
+) -> list[Reply]:
+    """The rows of an engine's steps, in the places of the replies that they belong to.
+
+    asked: prompt and reply of each request. steps: vLLM's `InputBatch` and the states of each step,
+    "features" of all its rows, the others of each request's last row.
+    """
+    parts: dict[str, list[tuple[slice, dict[str, Tensor]]]] = defaultdict(list)
+    for batch, states in steps:
+        bounds = batch.query_start_loc_np.tolist()
+        for i, name in enumerate(batch.req_ids):
+            begin, end, computed = bounds[i], bounds[i + 1], int(batch.num_computed_tokens_np[i])
+            rows = {n: v[begin:end] if n == "features" else v[i] for n, v in states.items()}
+            # The engine adds a suffix to a request's name.
+            where = slice(computed, computed + end - begin)
+            parts[name.split("-")[0]].append((where, rows))
+    found = []
+    for name, (prompt, reply) in asked.items():
+        ids, computed = [*prompt, *reply], parts.get(name, [])
+        states = {}
+        if computed:
+            kinds = computed[0][1].items()
+            states = {n: value.new_zeros(len(ids), value.shape[-1]) for n, value in kinds}
+        for where, rows in computed:
+            if where.stop < len(ids):  # else it is past the reply's end
+                states["features"][where] = rows["features"]
+                for kind in _STATES[1:] if where.stop >= len(prompt) else ():
+                    states[kind][where.stop - 1] = rows[kind]
+        found.append(Reply(ids, len(prompt) - 1, states))
+    return found
+
+
+def pack(replies: Sequence[Reply], greedy: bool) -> dict[str, Tensor]:
+    """A shard: ids int32 [T] and the states of replies laid end to end.
+
+    "rows" int64 [N, 4] has begin, length, first and greedy of each.
+    """
+    kept = [one for one in replies if len(one.ids) - one.first > SHORTEST]
+    table, begin = [], 0
+    for one in kept:
+        table.append((begin, len(one.ids), one.first, int(greedy)))
+        begin += len(one.ids)
+    states = {kind: torch.cat([one.states[kind] for one in kept]) for kind in _STATES}
+    ids = torch.tensor([token for one in kept for token in one.ids], dtype=torch.int32)
+    return {"ids": ids, **states, "rows": torch.tensor(table)}
 
 
 @dataclass(frozen=True)
@@ -82,59 +135,3 @@ class States:
             "first": torch.tensor([row.first for row in rows]),
             "greedy": torch.tensor([row.greedy for row in rows]),
         }
-
-
-def store(target: Target, shards: Path, folder: Path) -> None:
-    """Compute the states of every shard of replies that has none yet."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in sorted(shards.glob("*.jsonl")):
-        out = folder / f"{path.stem}.pt"
-        if out.exists():
-            continue
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        rows = [row for row in rows if len(row["reply"]) >= SHORTEST]
-        states = states_of(target, rows, greedy=path.stem.endswith("-t0"))
-        torch.save(states, out.with_suffix(".part"))
-        out.with_suffix(".part").rename(out)
-        print(f"states of {path.stem}", flush=True)
-
-
-@torch.no_grad()
-def states_of(target: Target, rows: list[dict], greedy: bool) -> dict[str, Tensor]:
-    """ids int32 [T] and features bf16 [T, F*H] of rows laid end to end.
-
-    likely int32 and odds fp16 [T, LIKELY] are the next token's, in replies. "rows" int64 [N, 4] has
-    begin, length, first and greedy of each row.
-    """
-    rows = sorted(rows, key=lambda row: len(row["prompt"]) + len(row["reply"]))
-    parts: dict[str, list[Tensor]] = {k: [] for k in ("ids", "features", "likely", "odds")}
-    table, begin = [], 0
-    device = target.embed_tokens.weight.device
-    for at in range(0, len(rows), CHUNK):
-        chunk = [torch.tensor(row["prompt"] + row["reply"]) for row in rows[at : at + CHUNK]]
-        padded = torch.nn.utils.rnn.pad_sequence(chunk, batch_first=True).to(device)
-        hidden, features = target(padded, features=target.feature_layers)
-        for i, ids in enumerate(chunk):
-            parts["ids"].append(ids.int().to(device))
-            parts["features"].append(features[i, : len(ids)].bfloat16())
-            first = len(rows[at + i]["prompt"]) - 1
-            odds, likely = target.logits(hidden[i, first : len(ids)]).topk(LIKELY)
-            front = torch.zeros(first, LIKELY, device=device)
-            parts["likely"].append(torch.cat([front.int(), likely.int()]))
-            parts["odds"].append(torch.cat([front, odds.float().softmax(-1)]).half())
-            table.append((begin, len(ids), first, int(greedy)))
-            begin += len(ids)
-    return {name: torch.cat(found) for name, found in parts.items()} | {"rows": torch.tensor(table)}
-
-
-def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--threads", type=int, default=2)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    target = load_target(fetch()).requires_grad_(False).bfloat16()
-    store(target, pair_folder() / "rollouts", pair_folder() / "states")
-
-
-if __name__ == "__main__":
-    main()

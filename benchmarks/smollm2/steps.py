@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of the drafter's training: loss, optimisers, learning rate, checkpoints, a log."""
+"""Steps of the drafter's training: loss, optimisers, learning rate, checkpoints."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ def draft_steps(
     args: argparse.Namespace,
 ) -> None:
     """Train on batches of `States`; `batch_of` draws them by torch's generator."""
-    log = Log(args.work / f"{name}.jsonl")
+    recent: deque[dict[str, float]] = deque(maxlen=50)
     for step, optimisers in _steps(name, model, args):
         torch.manual_seed(step)
         batch = {k: v.to(args.device) for k, v in batch_of().items()}
@@ -38,7 +38,10 @@ def draft_steps(
         for optimiser in optimisers:
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
-        log(step, loss=loss.item(), **{name: value.item() for name, value in found.items()})
+        recent.append({"loss": loss.item(), **{key: one.item() for key, one in found.items()}})
+        if (step + 1) % 50 == 0:
+            means = (f"{key} {fmean(one[key] for one in recent):.3f}" for key in recent[0])
+            print(name, step + 1, *means, flush=True)
 
 
 def drafter_loss(
@@ -119,22 +122,3 @@ def _steps(
         if (step + 1) % (50 if args.device == "cpu" else 1000) == 0:
             saved = [optimiser.state_dict() for optimiser in optimisers]
             torch.save({"step": step + 1, "model": model.state_dict(), "opts": saved}, path)
-
-
-class Log:
-    """Running mean of a loss, printed every 50 steps and logged to the work folder."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.values, self.start = path, [], time.time()
-
-    def __call__(self, step: int, **values: float) -> None:
-        self.values.append(values)
-        if (step + 1) % 50 == 0:
-            last = self.values[-50:]
-            mean = {k: round(sum(v[k] for v in last) / len(last), 4) for k in values}
-            line = json.dumps(
-                {"step": step + 1, "seconds": round(time.time() - self.start), **mean}
-            )
-            print(self.path.stem, line, flush=True)
-            with self.path.open("a") as f:
-                f.write(line + "\n")

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny target: a Qwen3 decoder in plain torch, with Hugging Face's parameter names.
-
-Written out rather than imported so that training is quick on two cores, the drafter can share the
-layers, and the hidden states that DFlash reads are visible. A test compares it with transformers.
+"""Targets by transformers, and the layers of their drafters in plain torch.
 
 Shapes: B sequences, T tokens, H hidden, NH/NK query/key-value heads of D, V vocabulary.
 """
@@ -18,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel
 
 
 @dataclass(frozen=True)
@@ -59,12 +57,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Qwen3 attention: per-head RMS norm of queries and keys, rotary, grouped heads.
+    """Qwen3 attention: per-head RMS norm of queries and keys, rotary, grouped heads."""
 
-    head_norms: False for Llama's attention, which has no such norms.
-    """
-
-    def __init__(self, dims: Dims, head_norms: bool = True) -> None:
+    def __init__(self, dims: Dims) -> None:
         super().__init__()
         self.dims = dims
         h, d = dims.hidden_size, dims.head_dim
@@ -72,8 +67,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(h, dims.num_key_value_heads * d, bias=False)
         self.v_proj = nn.Linear(h, dims.num_key_value_heads * d, bias=False)
         self.o_proj = nn.Linear(dims.num_attention_heads * d, h, bias=False)
-        self.q_norm = RMSNorm(d, dims.rms_norm_eps) if head_norms else nn.Identity()
-        self.k_norm = RMSNorm(d, dims.rms_norm_eps) if head_norms else nn.Identity()
+        self.q_norm = RMSNorm(d, dims.rms_norm_eps)
+        self.k_norm = RMSNorm(d, dims.rms_norm_eps)
 
     def heads(self, x: Tensor) -> Tensor:
         """[B, T, n*D] -> [B, n, T, D]."""
@@ -88,14 +83,10 @@ class Attention(nn.Module):
         keys = rotate(self.k_norm(self.heads(self.k_proj(x))), cos, sin)
         return keys, self.heads(self.v_proj(x))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """q [B, NH, T, D], k and v [B, NK, S, D] -> [B, T, H].
-
-        mask: [B, 1, T, S]; None for a causal one.
-        """
-        out = F.scaled_dot_product_attention(
-            q, k.to(q.dtype), v.to(q.dtype), mask, is_causal=mask is None, enable_gqa=True
-        )
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """q [B, NH, T, D], k and v [B, NK, S, D], mask [B, 1, T, S] -> [B, T, H]."""
+        k, v = k.to(q.dtype), v.to(q.dtype)
+        out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -111,33 +102,29 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Pre-norm decoder layer; the target and the drafter call its parts differently."""
+    """Pre-norm decoder layer of a drafter, which calls its parts."""
 
-    def __init__(self, dims: Dims, head_norms: bool = True) -> None:
+    def __init__(self, dims: Dims) -> None:
         super().__init__()
-        self.self_attn = Attention(dims, head_norms)
+        self.self_attn = Attention(dims)
         self.mlp = MLP(dims)
         self.input_layernorm = RMSNorm(dims.hidden_size, dims.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(dims.hidden_size, dims.rms_norm_eps)
 
 
 class Target(nn.Module):
-    """Qwen3 language model with a tied head; a Llama model without `head_norms`."""
+    """A model of transformers with a tied head. kind: its `model_type`, qwen3 or llama."""
 
-    feature_layers = (1, 3, 4)  # whose outputs its drafters read
+    feature_layers = (1, 3, 4)  # whose outputs the tiny pair's drafters read
 
-    def __init__(self, dims: Dims, head_norms: bool = True) -> None:
+    def __init__(self, dims: Dims, kind: str = "qwen3") -> None:
         super().__init__()
         self.dims = dims
-        self.embed_tokens = nn.Embedding(dims.vocab_size, dims.hidden_size)
-        layers = range(dims.num_hidden_layers)
-        self.layers = nn.ModuleList(Layer(dims, head_norms) for _ in layers)
-        self.norm = RMSNorm(dims.hidden_size, dims.rms_norm_eps)
-        for name, p in self.named_parameters():
-            if p.dim() == 2:
-                # Layers that write to the residual stream start smaller.
-                out = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(p, std=0.02 / (2 * dims.num_hidden_layers) ** 0.5 if out else 0.02)
+        config = AutoConfig.for_model(**(hf_config(dims) | {"model_type": kind}))
+        self.model = AutoModel.from_config(config, dtype=torch.float32)
+        if kind == "llama":
+            self.feature_layers = feature_layers(dims.num_hidden_layers)
+        self.embed_tokens, self.layers = self.model.embed_tokens, self.model.layers
 
     def forward(
         self, ids: Tensor, *, features: tuple[int, ...] = ()
@@ -148,18 +135,9 @@ class Target(nn.Module):
         side by side [B, T, len(features)*H], which is what vLLM hands to a DFlash drafter for
         `target_layer_ids == features`.
         """
-        positions = torch.arange(ids.shape[1], device=ids.device)
-        cos, sin = (t[None, None] for t in rope_tables(self.dims, positions))
-        x = self.embed_tokens(ids)
-        states: list[Tensor] = []
-        for i, layer in enumerate(self.layers):
-            attn, normed = layer.self_attn, layer.input_layernorm(x)
-            k, v = attn.keys_values(normed, cos, sin)
-            x = x + attn.attend(attn.queries(normed, cos, sin), k, v)
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-            if i in features:
-                states.append(x)
-        return self.norm(x), torch.cat(states, dim=-1) if states else None
+        out = self.model(ids, output_hidden_states=True, use_cache=False)
+        states = [out.hidden_states[layer + 1] for layer in features]
+        return out.last_hidden_state, torch.cat(states, dim=-1) if states else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [..., V] through the tied head."""
@@ -198,19 +176,18 @@ def hf_config(dims: Dims, **extra: object) -> dict:
     }
 
 
-def load_target(folder: Path, device: str = "cpu") -> Target:
-    """Read a Qwen3 or Llama model with a tied head, in float32.
+def feature_layers(layers: int) -> tuple[int, int, int]:
+    """Those that a Llama's drafters read: the second, the third from the last, the middle one."""
+    last = layers - 3
+    return 1, (1 + last) // 2, last
 
-    Weights are stored in bf16. A Llama's drafters read three of its layers: the second, the third
-    from the last, and the middle one between them.
-    """
+
+def load_target(folder: Path, device: str = "cpu") -> Target:
+    """Read a Qwen3 or Llama model with a tied head, in float32. Weights are stored in bf16."""
     config = json.loads((folder / "config.json").read_text())
     dims = Dims(**{k: config[k] for k in Dims.__dataclass_fields__})
-    llama = config["architectures"] == ["LlamaForCausalLM"]
-    model = Target(dims, head_norms=not llama)
-    if llama:
-        last = dims.num_hidden_layers - 3
-        model.feature_layers = (1, (1 + last) // 2, last)
-    weights = load_file(folder / "model.safetensors")
-    model.load_state_dict({n.removeprefix("model."): w.float() for n, w in weights.items()})
+    model = Target(dims, config["model_type"])
+    model.model.load_state_dict(
+        {n.removeprefix("model."): w for n, w in load_file(folder / "model.safetensors").items()}
+    )
     return model.to(device).eval()
