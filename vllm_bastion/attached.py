@@ -56,14 +56,14 @@ class StepPlan(AttachedRecord):
     arm: Arm = Arm.TREE
     """What the step ends with."""
     verified: Arm = Arm.TREE
-    """What the step before ends with: the arm of the drafts that it verifies."""
+    """The arm of the drafts that the step verifies: what the step before ended with."""
     reason: str = ""
-    """Why that arm was chosen: a label of metrics."""
+    """Why `verified` was chosen: a label of metrics."""
     step_ms: float | None = None
-    """The gate's time of a step that verifies that arm with so many requests, for the paper's
+    """The gate's time of a step that verifies that arm at this batch size, for the paper's
     estimators."""
     line: tuple[float, float] = (1.0, 0.0)
-    """Of that arm with so many requests: ms of a step = line[0] * profile's + line[1]."""
+    """Of that arm at this batch size: ms of a step = line[0] * profile's + line[1]."""
     ngram_tokens: float | None = None
     """Tokens per request from which n-gram drafts alone are as fast as trees."""
     prompts_wait: bool = False
@@ -101,7 +101,7 @@ class GrammarTree(AttachedRecord):
     """Nodes that are never followed."""
 
     def rows_of(self, scheduled: Sequence[int], num_tokens: int) -> np.ndarray | None:
-        """[1 + n, words] for n scheduled drafts, -1 past the known ones; None if tokens differ."""
+        """[1 + n, words] for n scheduled drafts, -1 past the known ones; None for other text."""
         known = [token for token in scheduled if token >= 0]
         if num_tokens != self.num_tokens or known != self.tokens[: len(known)]:
             return None

@@ -70,7 +70,7 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     unchanged. checkpoint: unchanged."""
 
     bastion_gamma: int = Field(default=0, init=False)
-    """Drafted depth, block_size - 1 of the drafter; read from its checkpoint, not a setting."""
+    """Drafted depth (gamma), read from the drafter's checkpoint; not a setting."""
     worker_runtime: Any = Field(default=None, init=False)
     """The worker's `engine.runtime.Runtime`, None elsewhere: every adapter is given this config."""
 

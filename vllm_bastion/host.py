@@ -3,8 +3,7 @@
 
 `Host` is the GPU's side and the default. `vllm_bastion.cpu.host.CpuHost` overrides what a CPU does
 differently, and `vllm_bastion.platform.current_host` picks one of them. `policy`, which imports no
-vLLM, looks at a device's type itself: to copy to the host, to time a step, and to measure or name a
-device.
+vLLM, reads a device's type itself where it measures the device.
 
 The methods import what they need when they are called: the configuration asks this module in
 processes that must not import vLLM's model runner.

@@ -36,7 +36,7 @@ class BastionCudaGraphManager(ModelCudaGraphManager):
     longest request, and under data parallelism only where no rank verifies a tree.
     """
 
-    # Whether steps of trees are timed before the first request.
+    # Whether a dummy step runs as a step of trees, in warm-up and the profile.
     profiles = False
 
     def _init_candidates(self) -> None:

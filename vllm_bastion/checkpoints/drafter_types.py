@@ -27,7 +27,7 @@ class DrafterType:
     architectures: frozenset[str]
     """Names in a checkpoint's config; all of a checkpoint's names must be among them."""
     speculator: str
-    """`module:class` in `vllm_bastion.drafters`; imported by workers only."""
+    """`package.module:class`; imported by workers only."""
     gamma: Rule
     """Positions that it drafts."""
     candidates: Rule = lambda config: None

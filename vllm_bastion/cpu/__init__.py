@@ -11,7 +11,7 @@ replacements   Model Runner V2 launches Triton kernels, and vLLM's CPU build has
 noise          vLLM's Gumbel noise, bit for bit
 attention      vLLM's CPU attention takes no tree mask; it keeps prompts and plain rows
 linear         on a CPU steps are bound by the bandwidth of weights: int8 halves a drafter's, and
-               our bf16 product reads the target's once for 17 rows where oneDNN does not;
+               our bf16 product loads weights while it multiplies, where oneDNN takes turns;
                packed copies are renewed after new weights were loaded
 context_kv     the keys that a drafter stores, normalised by each layer's own weights
 stored_graphs  loads models that an earlier start compiled, which vLLM alone cannot on a CPU

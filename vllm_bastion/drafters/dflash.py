@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's DFlash drafter, proposing a tree.
 
-``DFlashSpeculator`` runs unchanged, with its own gamma: it sees a copy of the config in which
-``num_speculative_tokens`` is the checkpoint's ``block_size - 1``, whatever the node budget is. Two
-things differ. ``_generate_draft``, which DFlash captures into its CUDA graph, turns the block's
-logits into trees. And after a step that verified trees, the drafter's context is the accepted path,
-see `engine.context`.
+``DFlashSpeculator`` sees a copy of the config in which ``num_speculative_tokens`` is the
+checkpoint's gamma, not the node budget. Two things differ. ``_generate_draft``, which DFlash
+captures into its CUDA graph, turns the block's logits into trees. And after a step that verified
+trees, the drafter's context is the accepted path, see `engine.context`.
 """
 
 from __future__ import annotations

@@ -309,11 +309,11 @@ class TreeBudgetManager(AdaptiveVerificationManager):
 
     @property
     def drafts(self) -> np.ndarray:
-        """[R] int32, the most nodes that each row of the step may have on the device."""
+        """[R] int32, the most nodes that the device may give each request of the step."""
         return self._limits if self.lagged else self._num_verify
 
     def counted(self, output: Any) -> Any:
-        """The output of the step launched last, with its counts of verified nodes if it had any."""
+        """The output of the step launched last, with counts of its nodes if it had draft slots."""
         if not self._req_ids or not isinstance(output, AsyncModelRunnerOutput):
             return output
         req_ids, self._req_ids = self._req_ids, []

@@ -190,8 +190,7 @@ class DraftContext:
     def _may_wait(self, batch: InputBatch, prompts_wait: bool) -> bool:
         """Whether the rows of a step without a draft may be stored later, if there is room.
 
-        A prompt's rows wait only if the gate does not draft at its end: otherwise the next chunk or
-        prompt would fill the buffer in the next step.
+        Prompt rows do not wait while more prompts do: the next chunk would fill the buffer.
         """
         if batch.num_tokens == batch.num_reqs:
             return self._may_defer

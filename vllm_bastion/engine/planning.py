@@ -21,7 +21,7 @@ def make_step(runtime: Runtime, batch: InputBatch, *, for_trees: bool) -> Step:
     """The record of `batch`.
 
     Args:
-        for_trees: whether a FULL graph is captured, or run, that takes batches with trees.
+        for_trees: whether a graph is being captured that takes batches with trees.
     """
     drafts, base_rows = batch.num_draft_tokens_per_req, batch.num_scheduled_tokens
     nodes, has_nodes = np.zeros(batch.num_reqs, dtype=np.int32), False
@@ -52,8 +52,8 @@ def decide_again(
 ) -> Step:
     """The record of the current step after sampling, where the host knows its tokens (a CPU).
 
-    Nothing is drafted where all replies end, and no pass of the drafter runs where the n-gram
-    drafts of the batch are expected to be accepted as often as trees are.
+    Plain if every reply ends with its next token. Trees become n-gram only if that is expected to
+    be as fast; n-gram only becomes plain if no draft was found.
 
     Args:
         num_sampled: [R] int32 tokens that the requests have emitted in this step.

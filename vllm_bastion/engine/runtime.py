@@ -49,8 +49,8 @@ class Runtime:
     step: Step = field(default_factory=Step)
     # What our scheduler planned for it, until it is sampled; the default before the first request.
     plan: StepPlan = field(default_factory=StepPlan)
-    # Whether steps are timed before the first request. Their rows are not padding, and attention
-    # reads the mask.
+    # Whether a dummy step runs as a step of trees, in warm-up and the profile. Its rows are not
+    # padding, and attention reads the mask.
     profiles: bool = False
 
 

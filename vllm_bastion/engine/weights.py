@@ -50,6 +50,6 @@ def _join(model: Any) -> None:
         own = (weight, attn.qkv_proj.weight), (bias, getattr(attn.qkv_proj, "bias", None))
         for joined, part in own:
             if joined is None or part is None or joined.ndim != part.ndim or part.numel() == 0:
-                continue  # quantised, or packed: `Host.install_product` has seen it
+                continue  # quantised: nothing is joined; or packed: `take_rows` has copied it
             rows = part[attn.q_size :]
             joined[index * len(rows) : (index + 1) * len(rows)].copy_(rows)

@@ -45,7 +45,7 @@ def resolve(target: str) -> tuple[Any, str, Any]:
 
 
 def _function(attribute: Any) -> Callable[..., Any]:
-    """The plain function inside a static method, property or function."""
+    """The plain function inside a static or class method, a property or a function."""
     if isinstance(attribute, property):
         assert attribute.fget is not None
         return attribute.fget
@@ -71,8 +71,8 @@ def wrap(target: str, wrapper: Callable[..., Any], expects: str | None = None) -
     """Replace `target` by `wrapper` around it; a second call with the same wrapper does nothing.
 
     Args:
-        target: `package.module:Class.attribute` or `package.module:name`; a function, static method
-            or property.
+        target: `package.module:Class.attribute` or `package.module:name`; a function, a static or
+            class method, or a property.
         wrapper: called as `wrapper(original, *args, **kwargs)`.
         expects: the `signature` the wrapper was written for; None skips the check.
 
@@ -115,8 +115,8 @@ class Hook:
     wrapper: str
     """`module:function` below vllm_bastion.hooks"""
     expects: str
-    """The signature that the wrapper was written for, see `signature`. A module of
-    `vllm_bastion.versions` may name another one for its version."""
+    """The signature that the wrapper was written for, see `signature`.
+    `vllm_bastion.versions` may name another one for a version of vLLM."""
     why: str
     """What goes wrong without it."""
 

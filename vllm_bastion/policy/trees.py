@@ -39,7 +39,7 @@ class Trees:
         max_num_reqs: S.
         max_num_tokens: most rows of one step (vLLM's ``max_num_batched_tokens``).
         num_nodes: N, vLLM's ``num_speculative_tokens``.
-        depth: D, the drafter's ``block_size - 1``.
+        depth: D, the drafter's gamma.
         top_k: K.
         budget: nodes verified of each request, or None if N* is chosen in each step.
         device: where the target runs.

@@ -6,9 +6,10 @@ y_a the tokens that each request gets from it, the gate takes the arm with the l
 y_a / t_a, and the simpler one at a tie. Both are measured where all ranks meet: t_a between the
 outputs of two steps, which includes the host; y_a from the tokens that requests emitted.
 
-t_a is kept by size class of the batch (1, 2, 3-4, 5-8, ... requests). An arm that a size class has
-never measured is tried at once. Another arm is tried again when the time that two of its steps are
-expected to lose fits an allowance of 1/128 of the time spent, so exploration costs less than 1%.
+t_a is kept by size class of the batch (1, 2, 3-4, 5-8, ... requests); a time that a class lacks is
+scaled from the nearest class that has it. An arm without any time is explored at once. Another one
+is explored when the time that two of its steps are expected to lose fits an allowance of 1/128 of
+the time spent, so exploration costs less than 1%.
 
 Knows no vLLM.
 """
@@ -71,7 +72,7 @@ class Gate:
     """Decides for one scheduler: `choose` an arm for every step, `observe` every step's output.
 
     Args:
-        arms: the arms of this engine, ascending; `Arm.PLAIN` is one of them.
+        arms: the arms of this engine, ascending; a fixed budget has only one.
     """
 
     def __init__(self, arms: Sequence[Arm]) -> None:
@@ -99,8 +100,8 @@ class Gate:
             arm: what the step verified.
             num_reqs: its requests.
             tokens: tokens that they emitted.
-            ms: time since the output of the step before; 0 unless that step and this one ended
-                with `arm`, too, or if a prompt was in either.
+            ms: time since the output of the step before; 0 if either step has a prompt or did not
+                also end with `arm`.
         """
         if arm not in self.arms:  # the last steps of replies with a fixed budget
             return False

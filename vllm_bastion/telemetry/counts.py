@@ -6,8 +6,8 @@ Kinds of steps:
     tree     verifies nodes of draft trees
     n-gram   verifies n-gram drafts alone
     chain    verifies drafts of width 1, whose rows are causal
-    plain    decodes, and verifies nothing
-    prompt   has prompt rows only
+    plain    gives requests tokens, and verifies nothing
+    prompt   gives no request a token
 
 A step's reason is why it has drafts, or why it has none; see `docs/metrics.md` for the list.
 """

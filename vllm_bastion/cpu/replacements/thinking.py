@@ -11,7 +11,7 @@ _THINKING = "vllm.v1.worker.gpu.sample.thinking_budget"
 
 @njit
 def _last_match(tokens, low, high, marker):
-    """The last position in [low, high) at which a whole marker begins."""
+    """The last position in [low, high) at which a whole marker begins; -1 if there is none."""
     length = len(marker)
     for at in range(min(high, len(tokens) - length + 1) - 1, low - 1, -1):
         same = 0
