@@ -69,7 +69,7 @@ class StepPlan(AttachedRecord):
     prompts_wait: bool = False
     """Whether nothing is drafted because prompts fill the next step."""
     ngram_groups: dict[str, int] = field(default_factory=dict)
-    """Of the requests that come in: those of one group see each other's replies."""
+    """Request id -> group, for new requests; those of one group see each other's replies."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ class GrammarTree(AttachedRecord):
     rows: np.ndarray
     """[1 + n, words] int32, bitmask of the tokens that may follow the root and every node."""
     num_tokens: int
-    """Tokens of the request when its grammar was walked."""
+    """Tokens of the request when its grammar checked the tree."""
     refused: int
     """Nodes that are never followed."""
 

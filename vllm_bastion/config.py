@@ -72,14 +72,14 @@ class BastionSpeculativeConfig(SpeculativeConfig):
     bastion_gamma: int = Field(default=0, init=False)
     """Drafted depth (gamma), read from the drafter's checkpoint; not a setting."""
     worker_runtime: Any = Field(default=None, init=False)
-    """The worker's `engine.runtime.Runtime`, None elsewhere: every adapter is given this config."""
+    """The worker's `engine.runtime.Runtime`, which adapters find by this config; None elsewhere."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         drafter = self.draft_model_config.hf_config
         restore_settings(drafter, self.draft_model_config.model, self.draft_model_config.revision)
         if architectures_of(drafter) != list(drafter.architectures):
-            # vLLM cannot distinguish it from the kind whose name it has.
+            # vLLM loads by name, and the checkpoint's name does not say which model it is.
             drafter.architectures = architectures_of(drafter)
             self.update_arch_()
         gamma = gamma_of(drafter)
@@ -200,7 +200,7 @@ def chain_view_of(vllm_config: VllmConfig, num_tokens: int | None = None) -> Vll
     spec_config = bastion_config(vllm_config)
     if spec_config is None:
         return vllm_config
-    # Plain copies: vLLM's `replace` would validate again and rejects what __post_init__ has set.
+    # Plain copies: vLLM's `replace` validates again and rejects what `__post_init__` has set.
     view = copy.copy(vllm_config)
     view.speculative_config = copy.copy(spec_config)
     depth = spec_config.bastion_gamma if num_tokens is None else num_tokens

@@ -79,7 +79,7 @@ class TreeRows:
 
 @dataclass(kw_only=True)
 class GatedDeltaTreeMetadata(GDNAttentionMetadata):
-    """vLLM's metadata of a step with tree rows, replaced by `GatedDeltaModelState`."""
+    """What `GatedDeltaModelState` makes of vLLM's metadata in a step with tree rows."""
 
     tree_rows: TreeRows | None
 

@@ -16,7 +16,7 @@ linear         on a CPU steps are bound by the bandwidth of weights: int8 halves
 context_kv     the keys that a drafter stores, normalised by each layer's own weights
 stored_graphs  loads models that an earlier start compiled, which vLLM alone cannot on a CPU
 
-In other places, because no device runs in parallel with the host: draws at the rows of the walk
-only (`host.accept`), exact budgets, n-gram drafts in place of the drafter's pass
-(`engine/planning.py`), step costs on the host's clock (`engine/profile.py`), and by default N = 63.
+In other places, because no device runs in parallel with the host: draws at nodes on the path only
+(`host.accept`), exact budgets, n-gram drafts in place of the drafter's pass (`engine/planning.py`),
+step costs on the host's clock (`engine/profile.py`), and by default N = 63.
 """

@@ -20,7 +20,7 @@ class CpuHost(Host):
     """An engine on a CPU."""
 
     runs_ahead = False
-    default_nodes = 63  # rows have a price from the first one on
+    default_nodes = 63  # every extra token costs time
     serves_float8_products = False
 
     # ---- what the host can serve --------------------------------------------------------
@@ -101,7 +101,7 @@ class CpuHost(Host):
         keep_processed: bool,
         is_argmax: Callable[[], bool],
     ) -> Tensor:
-        """Draw tokens only at the rows on the walk: each draw costs time here."""
+        """Draw tokens only at nodes on the path: each draw costs time here."""
         from bastion_kernels.cpu.walk import accept_lazily
 
         processed, walk = logits, accept_path.arguments(None, *given)

@@ -70,8 +70,7 @@ def for_all_rows(compilation: CompilationConfig, step_rows: int) -> CompilationC
 def with_graphs(vllm_config: VllmConfig, rows: int) -> VllmConfig:
     """A configuration by which a drafter gets CUDA graphs for up to `LOGITS_CHUNK_REQS` requests.
 
-    vLLM captures a drafter at the target's sizes, whose largest of 512 holds 32 blocks of 16 rows,
-    and 128 of 4.
+    vLLM captures a drafter at the target's sizes; the largest, 512 rows, holds 32 blocks of 16.
 
     rows: of a request's block.
     """

@@ -175,7 +175,7 @@ class BastionSpeculator(DFlashSpeculator):
         mode = self.query_cudagraph_manager.cudagraph_mode
         self._ngram_graphs = NgramGraphs(self.trees, config, self.device, mode)
         rows = min(self.max_num_reqs, LOGITS_CHUNK_REQS) * (self.trees.depth + 1)
-        # Other backends plan each step on the host; and ranks replay graphs together.
+        # Other backends plan each step on the host, and data-parallel ranks replay graphs together.
         in_graph = self._inputs_in_graph and self.supports_decode_metadata_update
         if not in_graph or self.dp_size > 1 or rows > len(self.context.source):
             mode = CUDAGraphMode.NONE
@@ -184,7 +184,7 @@ class BastionSpeculator(DFlashSpeculator):
         self._ngram_input_graphs = InputGraphs(self, config, mode, Arm.NGRAM)
 
     def capture(self) -> None:
-        # Captured without a request, so that the runs before write nothing.
+        # Captured with no request bound, so that the warm-up runs write no tree.
         self.trees.bind_rows()
         self.trees.begin_step()
         super().capture()

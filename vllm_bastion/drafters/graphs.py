@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs around the drafter's own: what the host would otherwise launch one by one.
+"""CUDA graphs around the drafter's own, of launches that the host would make one by one.
 
 They are attributes of the speculator, where vLLM finds and drops those of its memory profile.
 """
@@ -47,7 +47,7 @@ class NgramGraphs(CudaGraphManager):
 
 
 class InputGraphs(CudaGraphManager):
-    """Graphs that end a step of trees: what its accepted rows leave to do, up to the next draft.
+    """Graphs that end a step of trees: all work from its accepted rows up to the next draft.
 
     For the arm of trees they prepare the draft, one in front of each of the drafter's graphs. For
     n-gram drafts alone they store the drafter's keys and values, and grow the trees.
@@ -74,7 +74,7 @@ class InputGraphs(CudaGraphManager):
         )
 
     def graph_of(self, step: Step) -> BatchExecutionDescriptor | None:
-        """The graph that ends the step of a FULL graph; of trees also the drafter's behind it."""
+        """The graph that ends a step; the drafter's own graph of the same key follows for trees."""
         batch = step.batch
         if step.arm != self._arm or batch is None or batch.has_prefill or not step.verifies:
             return None
@@ -87,7 +87,7 @@ class InputGraphs(CudaGraphManager):
         target, own, tables = draft.target_input_buffers, draft.input_buffers, draft.block_tables
         groups, rows = draft.draft_kv_cache_group_ids, num_reqs * (trees.depth + 1)
         source = draft.context.source[:rows]
-        # Without prompts all rows of a request are its tail.
+        # Without prompts all rows of a request are its bonus token and its drafts.
         starts = target.query_start_loc[: num_reqs + 1]
         slot_mappings = draft.model_state.slot_mappings
         compact_caches(self._caches, slot_mappings, starts, starts, trees.path[:num_reqs])

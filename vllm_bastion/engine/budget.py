@@ -156,11 +156,11 @@ class TreeBudgetManager(AdaptiveVerificationManager):
     # ---- vLLM's profile -----------------------------------------------------------------
 
     def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
-        """None where vLLM captures graphs: `engine.profile` runs the steps, with or without."""
+        """No batches where vLLM captures graphs: `engine.profile` times steps after the warm-up."""
         return iter(())
 
     def set_initial_cost_curves(self, samples: list[Any]) -> None:
-        """See `batches_to_profile`."""
+        """Nothing, see `batches_to_profile`."""
 
     # ---- the calls of a step, in order --------------------------------------------------
 
@@ -220,7 +220,7 @@ class TreeBudgetManager(AdaptiveVerificationManager):
             self._predicted_ms = float(predicted[total])
         if self.lagged:
             return in_order(total, self._limits)
-        # As many of the best as were chosen. Of equal scores, the first requests' win.
+        # The `total` best nodes; ties go to the first requests.
         chosen = np.argsort(-scores, axis=None, kind="stable")[:total]
         counts = np.bincount(chosen // width, minlength=emitting)
         return counts.astype(np.int32)

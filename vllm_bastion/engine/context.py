@@ -5,11 +5,11 @@ A drafter attends to keys and values that it computes from the target's hidden s
 that verified drafts these are the rows of the accepted path only, in order: one more than a tree is
 deep at most, so that rejected nodes cost nothing.
 
-A step without a draft only keeps the hidden states of its rows, of prompts and accepted paths where
-there is room. They become keys and values when drafting resumes; when a request leaves, because its
-blocks may then be cached or belong to another request; and after a limited number of steps, before
-a sliding window frees a block. If all rows belong to a request that leaves, and nothing can reuse
-its blocks, they are dropped.
+A step without a draft only keeps its rows' hidden states, while the buffers have capacity. They
+become keys and values when drafting resumes; when a request leaves, because its blocks may then be
+cached or belong to another request; and after a limited number of steps, before a sliding window
+frees a block. If all of them belong to a request that leaves, and nothing can reuse its blocks,
+they are dropped.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class DraftContext:
         self.hidden: list[torch.Tensor] = []
         self._rejected = torch.zeros(reqs, dtype=torch.int32, device=device)
         self._layout = torch.zeros(2 * reqs + 1, dtype=torch.int32, device=device)
-        # Whether a request keeps its blocks while rows wait, one of each step or several.
+        # Whether a request keeps its blocks while its rows wait: one row a step, or several.
         self._may_defer = self._may_defer_several = False
         # With at most this many rows waiting, a plain step always fits.
         self._max_rows, self._full = max_rows, max_rows - reqs
@@ -93,8 +93,8 @@ class DraftContext:
         group, if the path's are needed, too. Returns the batch, the hidden states [P, H] and
         num_rejected [R] for the drafter: vLLM drops a request's last ``num_rejected`` rows.
 
-        Row i of a request is the i-th node of its path, or a row that is dropped. They are behind
-        the rows that wait.
+        Row i of a request is the i-th node of its path, or a row that is dropped. In the buffers
+        they follow the rows that wait.
         """
         num_reqs, lens, first = batch.num_reqs, self._lens(step), self.num_rows
         layout = np.zeros(2 * num_reqs + 1, dtype=np.int32)
@@ -218,7 +218,7 @@ class DraftContext:
             self._store(self.hidden, self._positions[rows], self._slots)
 
     def warm_up(self) -> None:
-        """Compile the ops: with no cache, and with those of rows that wait, from even or odd on."""
+        """Compile the ops without slots, and with slots at an aligned and an unaligned address."""
         one = self._layout[:1].zero_()
         two = one.new_zeros(2)
         slots, rejected = self._slots, self._rejected[:1]

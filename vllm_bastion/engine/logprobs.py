@@ -60,7 +60,7 @@ class PathLogprobs:
         asked = (states.num_logprobs[slots_np] != NO_LOGPROBS) | (
             token_ids.num_token_ids.np[slots_np] > 0
         )
-        # Every request has a row, so none has more than so many: one in a plain step.
+        # Every request has at least one row, so no path has more nodes: one in a plain step.
         path = path[:, : 1 + len(logits) - len(path)]
         counts = np.where(asked, path.shape[1], 0)
         self._counts.append(counts)

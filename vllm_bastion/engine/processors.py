@@ -33,7 +33,7 @@ _KNOWN = (LogitBiasState, PenaltiesState, BadWordsState)
 def has_unknown(sampler: Sampler) -> bool:
     """Whether there is a custom logits processor, whose state we cannot track.
 
-    Read from the sampler: installed packages register processors that no configuration names.
+    Read from the sampler: an installed package may register one that no configuration names.
     """
     return any(not isinstance(processor, _KNOWN) for processor in sampler.logits_processors)
 

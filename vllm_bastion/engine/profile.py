@@ -2,9 +2,9 @@
 """What a draft and a target's pass cost on this machine, timed once before the first request.
 
 The steps are vLLM's dummy runs, on the captured graphs if there are any. A dummy run of n rows has
-n requests. A tree's rows share one context, so the profile has a short one: with a long one each
-row would look as dear as a request. Its rows are random tokens, because equal ones would visit the
-same few experts. The output head, which every verified row passes, is part of a pass.
+n requests, but a tree's rows share one context: with a long context each row would cost as much as
+a request, so the profile's is short. Its tokens are random, because equal ones would be routed to
+the same few experts. The output head, which every verified row passes, is part of a pass.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _time(runner: Any) -> tuple[Curve, Curve]:
     for full_graph, size, reqs, marks in timing.steps():
         if size in seen:
             forward[size].append(marks[0].elapsed_time(marks[1]))
-            # Beyond the graphs the host launches the target while the drafter's marks run.
+            # Beyond the graphs the host's launches would open gaps between the drafter's marks.
             if full_graph or not sizes:
                 draft[reqs].append(marks[2].elapsed_time(marks[3]))
         seen.add(size)
@@ -121,11 +121,11 @@ class _Mark:
         return (end.time - self.time) * 1e3
 
     def synchronize(self) -> None:
-        """The host is there."""
+        """Nothing to wait for."""
 
 
 class _Timing:
-    """In the place of vLLM's ``StepTimingCollector``, whose marks are stubs on a CPU."""
+    """Replaces vLLM's ``StepTimingCollector``, whose marks are stubs on a CPU."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner

@@ -20,7 +20,7 @@ from vllm_bastion.attention.gated_delta import CommitInputs, states_of
 
 
 class RecurrentStates:
-    """S = most requests, G groups of layers, L = most nodes of a path.
+    """The states of at most S requests, in G groups of layers; L = most nodes of a path.
 
     FULL graphs read `rows` and `starts`, so they are written and never replaced.
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The acceptance walk: draw a token at every node and follow it down the tree.
+"""Verification: draw a token at every node and follow the drawn tokens down the tree.
 
 A row's token is drawn from the target's fully processed distribution (argmax at temperature 0). If
-a child of the node has that token, the walk moves to the child; else the token is the bonus token.
+a child of the node has that token, the path goes on there; else the token is the bonus token.
 The emitted tokens have the target's distribution, because the tree was built before they were
 drawn. A draw's noise is keyed by (seed, position) as in plain decoding, so a seeded request gets
 the tokens of plain decoding.
@@ -39,7 +39,7 @@ from vllm_bastion.platform import current_host
 
 
 class TreeRejectionSampler(RejectionSampler):
-    """vLLM's ``RejectionSampler`` (chunks, logprobs, masks) with the tree walk in its core."""
+    """vLLM's ``RejectionSampler`` (chunks, masks) with verification along a tree's paths."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class TreeRejectionSampler(RejectionSampler):
         draft_logits: torch.Tensor | None = None,
         invalid_drafts: torch.Tensor | None = None,
     ) -> SamplerOutput:
-        """Sample and walk.
+        """Draw the tokens and find the accepted paths.
 
         logits: [L, V], a request's rows consecutive, root first. invalid_drafts: [L] bool, drafts
         without a grammar row, which must not be followed. Returns tokens
@@ -117,7 +117,7 @@ class TreeRejectionSampler(RejectionSampler):
         )
 
     def begin(self, cu_num_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Start a step: what the walk counts, [R] rejected rows and [R, 2, 3] nodes by source.
+        """Start a step. Returns what it will count: rejected rows [R], nodes by source [R, 2, 3].
 
         Allocated in each step: copies to the host may outlive it.
         """

@@ -17,9 +17,9 @@ _WEIGHT = 0.1
 class EarlierScores:
     """Path scores of the trees before the current ones, on the host.
 
-    The copy of a step's scores is read one step later, when it has arrived unless the device is
-    more than a step behind. Nothing but stream order protects a copy: the scores must be written on
-    the stream on which it is queued.
+    A copy is read one step after it was queued, so the host waits only if the device is more than a
+    step behind. Only stream order protects a copy: the scores must be written on the stream on
+    which it is queued.
     """
 
     def __init__(self, trees: Trees) -> None:
@@ -28,7 +28,7 @@ class EarlierScores:
         on_device = current_host().runs_ahead
         shape = trees.log_rho.shape
         self._host = [torch.zeros(shape, pin_memory=on_device) for _ in range(2)]
-        # Not blocking events: the device may be idle while the host waits, so the wait spins.
+        # Non-blocking events spin: the device may be idle while the host waits.
         self._arrived = [torch.cuda.Event() if on_device else None for _ in range(2)]
         self._slots = [np.zeros(0, dtype=np.int64) for _ in range(2)]
         self._turn = 0
@@ -60,7 +60,7 @@ class EarlierScores:
         return np.where(np.isnan(scores), self._mean[:width], scores)
 
     def _read(self) -> None:
-        """Take over the older of the two copies, in whose place the next one is written."""
+        """Read the older of the two copies; the next one overwrites it."""
         slots, event = self._slots[self._turn], self._arrived[self._turn]
         self._slots[self._turn] = slots[:0]
         if not slots.size or not (slots >= 0).any():

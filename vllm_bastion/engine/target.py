@@ -118,7 +118,7 @@ class BastionModelState(DefaultModelState):
         if for_capture:  # a graph of trees is captured with one row of each request, too
             plain = input_batch.max_query_len == PLAIN_QUERY_LEN
         elif plain and input_batch.max_query_len is not None:
-            input_batch.max_query_len = PLAIN_QUERY_LEN  # it counts nodes that were trimmed
+            input_batch.max_query_len = PLAIN_QUERY_LEN  # it still counts trimmed nodes
         metadata: dict[str, Any] = {}
         # A graph of trees reads buffers only; that of a plain step is planned ahead.
         if plain or not full or self.vllm_config.kv_transfer_config is not None:
@@ -231,7 +231,7 @@ class BastionModelState(DefaultModelState):
         super().postprocess_state(idx_mapping, num_sampled, num_computed_tokens)
         runtime, batch = self.runtime, self.runtime.step.batch
         if not runtime.step.verifies or self.trees.chains or batch is None:
-            return  # an accepted chain is in place
+            return  # an accepted chain is where plain decoding would put it
         if runtime.choose_draft_graph is not None and self._mode == CUDAGraphMode.FULL:
             runtime.draft_graph = runtime.choose_draft_graph(runtime.step)
         if runtime.draft_graph is not None:

@@ -30,7 +30,7 @@ _WORKERS = {
     "vllm.v1.worker.gpu_worker.Worker": "vllm_bastion.hooks.worker.BastionWorker",
     _CPU_WORKER: "vllm_bastion.hooks.cpu_worker.BastionCPUWorker",
 }
-# With adapters vLLM wants a step to hold N + 1 rows of every request; its own limits hold 8.
+# With LoRA vLLM requires a step to hold N + 1 query tokens of every request; its defaults hold 8.
 _NODES_WITH_ADAPTERS = 7
 
 
@@ -198,8 +198,8 @@ def validate_v2_model_runner(original: Callable[..., None], self: Any) -> None:
 def rebind_kernels(original: Callable[..., None], overrides: Any) -> None:
     """Let vLLM's scan of all modules get past llvmlite.
 
-    llvmlite's library object has no `__dict__`. A look-up of `__dict__` on it searches for a C
-    function of that name; an entry in its table of functions is found first.
+    llvmlite's library object resolves unknown attributes, `__dict__` too, as C functions and fails.
+    An entry in its table of functions is found first.
     """
     if (ffi := sys.modules.get("llvmlite.binding.ffi")) is not None:
         functions = getattr(ffi.lib, "_fntab", None)

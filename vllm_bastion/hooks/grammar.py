@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's part in trees of requests with a grammar; see `engine.grammar`.
 
-The core walks a tree and determines what may follow each node, with async scheduling while the
-target runs: the step has been launched by the time the core receives the tree. Nodes that the
-grammar refuses stay in the step. They are never accepted, because what may follow their parents
-leaves them out.
+The engine core checks a tree against its request's grammar. With async scheduling it does so while
+the target runs, because the step is launched before the tree arrives. Nodes that the grammar
+rejects stay in the step and are never accepted: their parents' bitmask rows do not allow them.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ class GrammarScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = settings_of(self.vllm_config)
-        # It sizes a grammar's rollback by speculative tokens; a path has fewer than a tree.
+        # The manager sizes a grammar's rollback by speculative tokens: those of a path, not N.
         self.structured_output_manager.vllm_config = chain_view_of(
             self.vllm_config, self.settings.max_chain_tokens
         )
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        """Schedule the nodes of trees whose requests have a grammar, as far as it can check."""
+        """Schedule trees of requests with a grammar, at most `max_grammar_tokens` nodes of each."""
         trees, others = _with_grammar(draft_token_ids, self.requests.get)
         for request, codes in trees:
             tree = _walk(self, request, codes[: self.settings.max_grammar_tokens])
@@ -44,7 +43,7 @@ class GrammarScheduler(Scheduler):
         super().update_draft_token_ids(others)
 
     def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
-        """Set the drafts of a step that was launched already."""
+        """Set the drafts of a step that is already launched (async scheduling)."""
         scheduled, refused = scheduler_output.scheduled_spec_decode_tokens, {}
         trees, others = _with_grammar(
             draft_token_ids, lambda name: self.requests.get(name) if scheduled.get(name) else None
@@ -86,7 +85,7 @@ class GrammarScheduler(Scheduler):
         if tree is not None and drafts:
             rows = tree.rows_of(drafts, request.num_tokens)
         if rows is None:
-            if drafts:  # not known to the grammar: none may be followed
+            if drafts:  # the grammar has not checked them: none may be accepted
                 scheduled[name] = [-1] * len(drafts)
             manager = self.structured_output_manager
             root = manager.grammar_bitmask(self.requests, [name], {})[:1]

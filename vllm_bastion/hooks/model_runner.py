@@ -23,9 +23,9 @@ from vllm_bastion.policy.trees import Trees
 
 
 def adopt(runner: Any) -> None:
-    """Make the runner that vLLM's worker has built one of ours, before it loads a model.
+    """Turn the runner that vLLM's worker has built into one of ours, before it loads a model.
 
-    vLLM's CPU worker has no method for a subclass to override here.
+    vLLM's CPU worker builds it where a subclass has nothing to override.
     """
     kind = type(runner)
     runner.__class__ = type(f"Bastion{kind.__name__}", (BastionModelRunner, kind), {})
@@ -57,9 +57,9 @@ class BastionModelRunner(GPUModelRunner):
     runtime: Runtime
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Pass on what the scheduler knows, and store deferred rows before blocks are copied.
+        """Pass on the scheduler's plan, and store deferred rows before blocks are copied.
 
-        vLLM copies whole blocks, in which rows of the drafter may be missing until then.
+        vLLM copies whole blocks, which lack the drafter's rows that are still deferred.
         """
         runtime = self.runtime
         runtime.scheduled = None if kwargs.get("dummy_run") else scheduler_output
@@ -87,9 +87,9 @@ class BastionModelRunner(GPUModelRunner):
         return output if manager is None else manager.counted(output)
 
     def _rows_in_use(self, grammar_output: Any) -> Any:
-        """As many bitmask rows per request as its largest tree needs, if each came with N + 1.
+        """Cut a bitmask of N + 1 rows per request to what the largest tree with a grammar needs.
 
-        vLLM 0.33's warm-up sends N + 1 equal rows, or fewer where `warm_up_kernels` drafts less.
+        Only vLLM 0.33's warm-up sends one; its rows are equal.
         """
         if grammar_output is None:
             return None
@@ -132,10 +132,10 @@ class BastionModelRunner(GPUModelRunner):
         return np.full(count, rows), np.full(count, rows)
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
-        """vLLM's run, then the logits of the largest step: the sampler copies them to float32.
+        """Let the memory profile count the largest step's logits and their float32 copy.
 
-        vLLM's has one row for each request. A CPU engine does not derive its cache from what is in
-        use.
+        vLLM's run has one row for each request. A CPU engine's cache does not
+        depend on memory in use.
         """
         super()._dummy_sampler_run(hidden_states)
         if not current_host().runs_ahead:

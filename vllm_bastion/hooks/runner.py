@@ -65,7 +65,7 @@ def init_model_state(
 
 
 def create_manager(original: Callable[..., Any], **kwargs: Any) -> Any:
-    """TreeBudgetManager."""
+    """Our `TreeBudgetManager` in place of vLLM's manager."""
     vllm_config = kwargs["vllm_config"]
     config = bastion_config(vllm_config)
     if config is None:
@@ -84,7 +84,7 @@ def create_manager(original: Callable[..., Any], **kwargs: Any) -> Any:
 
 
 def resolve_cudagraph_mode(original: Callable[..., Any], mode: Any, **kwargs: Any) -> Any:
-    """vLLM itself calls this with FULL graphs only, so nothing changes for it."""
+    """Return a mode without FULL graphs as it is. Other methods only pass modes that have them."""
     return original(mode, **kwargs) if mode.has_full_cudagraphs() else mode
 
 
@@ -116,8 +116,8 @@ def warm_up_kernels(original: Callable[..., Any], model_runner: Any, *args: Any,
     if bastion_config(config) is None:
         return original(model_runner, *args, **kw)
     most, scheduler = max_verified_rows(config), model_runner.scheduler_config
-    # The first request takes 4 rows + 3 tokens: a prompt of rows + 1, three steps with drafts, and
-    # two without.
+    # The first request takes 4 * rows + 3 tokens: a prompt of rows + 1, three steps with drafts,
+    # and two without.
     fitting = min((model_runner.max_model_len - 3) // 4, most)
     left_out = min(max(0, rows - fitting), steps - 1)
     few = copy.copy(scheduler)

@@ -42,7 +42,7 @@ from vllm_bastion.telemetry.text import interval_line
 
 logger = init_logger(__name__)
 
-# Steps for which requests that did not come in are believed to wait for the KV cache.
+# Steps for which requests that were not admitted are assumed to wait for the KV cache.
 _BLOCKED_FOR = 32
 _NOTHING = StepReport({})  # of a step without draft slots
 
@@ -81,7 +81,7 @@ class TreeScheduler(GrammarScheduler):
             request.spec_decode_metrics = TreeRequestMetrics.new(self.settings.max_chain_tokens)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """Let requests that come from now on see no earlier reply either."""
+        """Hide all earlier replies from new requests, too."""
         self.state.ngram_key = token_bytes(32)
         return bool(super().reset_prefix_cache(*args, **kwargs))
 
@@ -148,14 +148,14 @@ class TreeScheduler(GrammarScheduler):
         return super()._handle_stopped_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
-        """Let the gate decide what the step ends with: K placeholders for the next step.
+        """Let the gate decide what the step ends with, and so K, the next step's draft slots.
 
-        K is vLLM's `dynamic_sd_lookup` of any number of requests. With such a list vLLM also
-        neither pads a new request to 1 + N rows nor lets it wait until there is room for them.
+        vLLM reads K from `dynamic_sd_lookup`, for any batch size. With such a list it also neither
+        pads a new request to 1 + N rows nor makes it wait until a step can hold them.
         """
         state, verified = self.state, self.state.choice
         cut_placeholders(self)
-        # Those of the next step, with those that wait.
+        # Requests of the next step, waiting ones included.
         reqs, prompts, waited = len(self.running), list[Any](), False
         if len(self.requests) != reqs:
             prompts = waiting(self)
@@ -247,13 +247,13 @@ def _observe(
 
 
 def _arms(scheduler: Any) -> tuple[Arm, ...]:
-    """What the engine's steps may end with."""
+    """The arms that the gate chooses from."""
     config, spec_config = scheduler.vllm_config, scheduler.settings
     several = config.parallel_config.data_parallel_size > 1
     if spec_config.bastion_budget == 0:
         return (Arm.PLAIN,)
     if spec_config.bastion_budget != "adaptive" or (several and config.model_config.is_moe):
-        # Data-parallel ranks of experts step together, and each has a scheduler of its own. vLLM
+        # Data-parallel ranks of a MoE model step together, but each has its own scheduler. vLLM
         # switches dynamic drafting off there, too.
         return (Arm.TREE,)
     ngram = (Arm.NGRAM,) if spec_config.bastion_lookup else ()

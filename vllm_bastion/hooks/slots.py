@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """K, the draft slots of a request in the step that is scheduled next, and the prompts beside them.
 
-The placeholders of a slot are in vLLM's `Request.spec_token_ids`. Each function reads the scheduler
-and changes nothing but these. A step calls no function for each request that decodes.
+A slot's placeholder is an entry of vLLM's `Request.spec_token_ids`; nothing else is written here.
+For speed, the common case calls no function for each decoding request.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def wants_drafts(scheduler: Any) -> bool:
 
 
 def most_in_step(scheduler: Any, reqs: int) -> int:
-    """As many nodes of each request as a step and the largest graph have room for.
+    """The most nodes of each request that fit into a step and the largest graph.
 
     A step beyond the largest graph takes several times as long on an H100.
     """
@@ -44,10 +44,10 @@ def most_in_step(scheduler: Any, reqs: int) -> int:
 
 
 def most_in_cache(scheduler: Any, most: int, requests: Sequence[Any]) -> list[int] | None:
-    """Nodes of running requests, up to `most`, that the KV cache has room for; None: `most`.
+    """Nodes of each request, up to `most`, that fit into the KV cache; None if all `most` fit.
 
-    Placeholders for which there are no blocks would preempt a request. Blocks that earlier ones
-    took stay with their request.
+    Placeholders without free blocks would preempt a request. A request keeps the blocks that its
+    earlier placeholders took.
     """
     manager = scheduler.kv_cache_manager
     groups = manager.coordinator.single_type_managers
@@ -94,7 +94,7 @@ def cut_placeholders(scheduler: Any) -> None:
 
 
 def prompt_tokens(scheduler: Any, limit: int, waiting: Sequence[Any]) -> int:
-    """Tokens that prompts could use next beside one of each request, counted up to `limit`."""
+    """Prompt tokens that the next step could take beside one of each request; stops at `limit`."""
     most = scheduler.scheduler_config.long_prefill_token_threshold or limit
     tokens = 0
     for request in scheduler.running:
@@ -104,14 +104,14 @@ def prompt_tokens(scheduler: Any, limit: int, waiting: Sequence[Any]) -> int:
     for request in waiting:
         if tokens >= limit:
             break
-        # vLLM looks whether an unready one has become ready only while tokens are left.
+        # vLLM checks whether an unready request is ready only while the step has tokens left.
         rows = 1 if request.status in UNREADY else request.num_tokens - request.num_computed_tokens
         tokens += min(rows, most)
     return tokens
 
 
 def waiting(scheduler: Any) -> list[Any]:
-    """Requests that may come in, in the order in which vLLM's scheduler takes them."""
+    """Requests that the next step may admit, in the order of vLLM's scheduler."""
     state, running = scheduler.state, len(scheduler.running)
     if state.blocked_for > 0 and state.blocked_at is not None and running >= state.blocked_at:
         return []

@@ -136,8 +136,7 @@ def stat_logger_manager_init(
 ) -> None:
     """Add our logger to those of a front end, as the first one.
 
-    vLLM makes a counter for each speculative token, and reads it from a list with one entry for
-    each depth of a tree.
+    vLLM makes one counter per speculative token, but a tree's statistics have one entry per depth.
     """
     config = bastion_config(vllm_config)
     depth = None if config is None else config.tree_depth

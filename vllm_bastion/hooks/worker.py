@@ -19,7 +19,7 @@ class BastionWorker(Worker):
     def init_device(self) -> None:
         """Install the hooks of a worker, then build the model runner.
 
-        Not before this class is imported: on a CPU the platform's own patches come first.
+        The hooks import vLLM's GPU modules, and on a CPU the platform must be patched before.
 
         Raises:
             HookError: a symbol of vLLM is missing or has changed.
@@ -47,7 +47,7 @@ class BastionWorker(Worker):
     def execute_dummy_batch(self) -> None:
         """Join the step of a data-parallel rank that has work, with one row in place of N + 1.
 
-        Other ranks' steps are padded to as many rows as this one has.
+        All ranks pad their steps to the most rows of any.
         """
         runner: Any = self.model_runner
         runner._dummy_run(1, randomize_inputs=self.randomize_dummy_inputs)
@@ -58,7 +58,7 @@ class BastionWorker(Worker):
         self._weights_changed()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load a drafter's weights as at the start: vLLM joins them while some are missing."""
+        """Load a drafter's weights as at the start, see `loading_drafter`."""
         with self._loading():
             super().update_weights(update_info)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paper's estimators of T_verify: other curves for the argmax over a step's rows. No vLLM.
+"""The paper's estimators of T_verify, alternatives to the profile's curve. Imports no vLLM.
 
 Section "Online Controller for Budget Optimization" divides the expected tokens of N nodes by
 

@@ -55,7 +55,7 @@ class NgramDrafts:
         self._last, self._drafts = zeros(slots, 3), zeros(slots, depth)
         self._table: torch.Tensor | None = None
         self._clock = torch.ones(1, dtype=torch.int64, device=device)
-        # By slot: how many tokens of a prompt are not in the table yet, and its entries' number.
+        # By slot: prompt tokens that are not in the table yet, and the number on its entries there.
         self._step_tokens, self._prompts = step_tokens, dict[int, int]()
         self._numbers = zeros(slots, dtype=torch.int64)
         # The last replies, and the group that each token belongs to.

@@ -219,8 +219,8 @@ class Trees:
 
         Args:
             idx_mapping: [R] int64 request slots; None for a dummy batch.
-            tails: [R + 1] int32, vLLM's ``cu_num_logits``; None if every tail is a chain or a lone
-                root, whose rows are causal and need no mask.
+            tails: [R + 1] int32, vLLM's ``cu_num_logits``; None if every request has a chain or
+                only its root, whose rows are causal and need no mask.
         """
         if idx_mapping is None:
             idx_mapping = self.step_slots[:0]

@@ -52,7 +52,7 @@ class SchedulerState:
     blocked_at: int | None = None
     """Number of running requests at which the waiting ones did not fit into the KV cache."""
     blocked_for: int = 0
-    """Steps for which this is believed: something else may have held them up."""
+    """Steps left for which this is assumed: something else may have held them up."""
     lines: defaultdict[tuple[int, Arm], StepLine] = field(
         default_factory=lambda: defaultdict(StepLine)
     )

@@ -23,8 +23,8 @@ KEY = "bastion"
 GAIN = "gain"
 # Seconds between two sums while requests run.
 PERIOD = 1.0
-# Trees that are judged together: the gate soon uses a drafter without accepted tokens for
-# exploration only, where more would take hours.
+# Trees that are judged together. With few accepted tokens the gate soon drafts for exploration
+# only, where more trees would take hours.
 TREES = 128
 # A drafter with fewer accepted tokens per tree does not fit; one that fits has several.
 _FEWEST_ACCEPTED = 0.1
@@ -56,7 +56,7 @@ class Collector:
             self._judge()
 
     def _judge(self) -> None:
-        """Warn once of a drafter that does not fit: it is slow and not wrong, so nobody notices."""
+        """Warn once of a drafter that does not fit: only the speed shows it, not the output."""
         trees, tokens, self._trees, self._accepted = self._trees, self._accepted, 0, 0
         if self._has_warned or tokens >= _FEWEST_ACCEPTED * trees:
             return

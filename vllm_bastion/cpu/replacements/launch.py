@@ -60,7 +60,7 @@ class Replacement:
         }
 
     def bind(self, names: tuple[str, ...]) -> bool:
-        """Be launched with the parameters of the installed vLLM's kernel.
+        """Accept launches with the parameters of the installed vLLM's kernel.
 
         Returns False if they are not those that this was written for.
         """
