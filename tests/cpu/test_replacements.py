@@ -145,7 +145,7 @@ def test_a_twin_of_two_versions_goes_by_the_names_of_the_installed_one() -> None
     def newer(grid0: int, first: Any, last: Any, between: Any = None) -> None:
         got.append((grid0, first, between, last))
 
-    own = Replacement("module:kernel", newer, newer)
+    own = Replacement(newer, newer)
     assert own.bind(("first", "last")) and not own.bind(("first", "between"))
     assert own.bind(("first", "last"))
     own[(2, 9)](1, 3)

@@ -19,8 +19,6 @@ from vllm_bastion.drafters.dflash import BastionSpeculator
 class BastionDFlash2(BastionSpeculator, DFlash2Speculator):
     """DFlash2's low-rank candidate selector."""
 
-    _speculator_name = "BASTION"
-
     def _grow_trees(self, hidden_states: torch.Tensor, num_reqs: int) -> None:
         rank = self.model.compute_candidates
         candidates, logits = by_parts(rank, hidden_states, num_reqs)
@@ -33,6 +31,5 @@ class BastionDFlash2(BastionSpeculator, DFlash2Speculator):
 class BastionLiLiCorr(BastionDFlash2, LiLiCorrSpeculator):
     """LiLiCorr's attention over the per-position candidates."""
 
-    _speculator_name = "BASTION"
     # It also reads the last context row of each request.
     _inputs_in_graph = False

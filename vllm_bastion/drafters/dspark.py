@@ -23,8 +23,6 @@ from vllm_bastion.drafters.dflash import BastionSpeculator
 class BastionDSpark(BastionSpeculator, DSparkSpeculator):
     """Serves both layouts of the block: with a query for the anchor only, and without."""
 
-    _speculator_name = "BASTION"
-
     def load_draft_model(self, *args: Any, **kwargs: Any) -> nn.Module:
         model: Any = super().load_draft_model(*args, **kwargs)
         head = model.model.markov_head

@@ -40,15 +40,12 @@ class Replacement:
     """Replaces a kernel in vLLM's modules, under the kernel's name.
 
     Args:
-        target: the kernel, `package.module:name`.
         function: takes the grid's sizes and the kernel's arguments.
         source: `function` before it was compiled.
     """
 
-    def __init__(
-        self, target: str, function: Callable[..., None], source: Callable[..., None]
-    ) -> None:
-        self.target, self.function = target, function
+    def __init__(self, function: Callable[..., None], source: Callable[..., None]) -> None:
+        self.function = function
         parameters = inspect.signature(source).parameters
         self._all = tuple(name for name in parameters if name not in _GRID)
         self._dims = len(parameters) - len(self._all)
@@ -107,7 +104,7 @@ def replacement(
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         callee = njit(function) if compile else function
-        REPLACEMENTS[target] = Replacement(target, callee, function)
+        REPLACEMENTS[target] = Replacement(callee, function)
         return callee
 
     return register
