@@ -104,8 +104,8 @@ class BastionSpeculativeConfig(SpeculativeConfig):
         """Whether the drafter's rotary frequencies do not depend on its max_position_embeddings."""
         rope = getattr(self.draft_model_config.hf_config, "rope_parameters", None) or {}
         # One set of parameters, or one for each type of layer.
-        kinds = [value for value in rope.values() if isinstance(value, dict)] or [rope]
-        return all(kind.get("rope_type", "default") in _CACHE_ONLY_ROPE_TYPES for kind in kinds)
+        sets = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+        return all(each.get("rope_type", "default") in _CACHE_ONLY_ROPE_TYPES for each in sets)
 
     @property
     def max_num_new_slots_for_drafting(self) -> int:

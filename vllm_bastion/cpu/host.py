@@ -104,14 +104,14 @@ class CpuHost(Host):
         """Draw tokens only at nodes on the path: each draw costs time here."""
         from bastion_kernels.cpu.walk import accept_lazily
 
-        processed, walk = logits, accept_path.arguments(None, *given)
+        processed, arguments = logits, accept_path.arguments(None, *given)
         if every_row:
             processed, tokens = draw(None)
             accept_path(tokens, *given)
         elif is_argmax():
             # NumPy's argmax is the first one, as vLLM's; PyTorch's takes twice as long.
             accept_lazily(
-                lambda rows: torch.from_numpy(logits[rows].float().numpy().argmax(1)), walk
+                lambda rows: torch.from_numpy(logits[rows].float().numpy().argmax(1)), arguments
             )
         else:
             if keep_processed:
@@ -123,7 +123,7 @@ class CpuHost(Host):
                     processed[rows] = scores
                 return tokens
 
-            accept_lazily(draw_rows, walk)
+            accept_lazily(draw_rows, arguments)
         return processed
 
     # ---- the profile at the start ---------------------------------------------------------

@@ -227,6 +227,6 @@ def use_own_classes(vllm_config: Any) -> None:
                 f'method "bastion" has a scheduler and a worker of its own: leave out --{option} '
                 f"({other})"
             )
-    kind = "BastionAsyncScheduler" if scheduler.async_scheduling else "BastionScheduler"
-    scheduler.scheduler_cls = f"vllm_bastion.hooks.scheduler.{kind}"
+    name = "BastionAsyncScheduler" if scheduler.async_scheduling else "BastionScheduler"
+    scheduler.scheduler_cls = f"vllm_bastion.hooks.scheduler.{name}"
     parallel.worker_cls = worker

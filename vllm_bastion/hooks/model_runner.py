@@ -27,8 +27,8 @@ def adopt(runner: Any) -> None:
 
     vLLM's CPU worker builds it where a subclass has nothing to override.
     """
-    kind = type(runner)
-    runner.__class__ = type(f"Bastion{kind.__name__}", (BastionModelRunner, kind), {})
+    base = type(runner)
+    runner.__class__ = type(f"Bastion{base.__name__}", (BastionModelRunner, base), {})
     runner.runtime = runtime_of(runner.vllm_config)
     runner.draft_tokens_handler = TreeDraftTokens(runner.runtime.trees, runner.device)
 

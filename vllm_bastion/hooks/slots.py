@@ -93,7 +93,7 @@ def cut_placeholders(scheduler: Any) -> None:
             request.spec_token_ids = drafts[:limit]
 
 
-def prompt_tokens(scheduler: Any, limit: int, waiting: Sequence[Any]) -> int:
+def prompt_tokens(scheduler: Any, limit: int, prompts: Sequence[Any]) -> int:
     """Prompt tokens that the next step could take beside one of each request; stops at `limit`."""
     most = scheduler.scheduler_config.long_prefill_token_threshold or limit
     tokens = 0
@@ -101,7 +101,7 @@ def prompt_tokens(scheduler: Any, limit: int, waiting: Sequence[Any]) -> int:
         if request.is_prefill_chunk:
             left = request.num_tokens + request.num_output_placeholders
             tokens += min(max(left - request.num_computed_tokens - 1, 0), most)
-    for request in waiting:
+    for request in prompts:
         if tokens >= limit:
             break
         # vLLM checks whether an unready request is ready only while the step has tokens left.
@@ -115,6 +115,6 @@ def waiting(scheduler: Any) -> list[Any]:
     state, running = scheduler.state, len(scheduler.running)
     if state.blocked_for > 0 and state.blocked_at is not None and running >= state.blocked_at:
         return []
-    seats = scheduler.max_num_active_reqs - running
+    most = scheduler.max_num_active_reqs - running
     others = scheduler.waiting if scheduler.pause_state == PauseState.UNPAUSED else ()
-    return [*islice(chain(scheduler.kv_holding_waiting, others), max(seats, 0))]
+    return [*islice(chain(scheduler.kv_holding_waiting, others), max(most, 0))]

@@ -54,10 +54,10 @@ def make_server(url: str, port: int = 0) -> ThreadingHTTPServer:
             else:
                 self._answer(404, "text/plain", "there is only / here")
 
-        def _answer(self, status: int, kind: str, text: str) -> None:
+        def _answer(self, status: int, media_type: str, text: str) -> None:
             body = text.encode()
             self.send_response(status)
-            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Type", f"{media_type}; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
             self.send_header("Cache-Control", "no-store")
             self.end_headers()

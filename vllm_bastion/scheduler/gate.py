@@ -22,18 +22,18 @@ from collections.abc import Sequence
 from enum import IntEnum
 from statistics import median
 
-# Steps of an arm whose mean is its time. Of fewer than eight the fastest counts: a burst of slow
-# steps may have hit all others, and an arm that looks too good is soon measured better.
+# An arm's time is the mean of its last 12 steps, outliers left out; of fewer than 8 the minimum: a
+# burst of slow steps may have hit the others, and a time that is too low is soon corrected.
 _SAMPLES, _FEW = 12, 8
-# Exploration may lose this share of the time, in trials of two steps at least 16 steps apart. The
-# second step of a trial is the first whose time belongs to its arm alone.
-_ALLOWANCE, _TRIAL, _APART = 1 / 128, 2, 16
-# The first trial of an arm after it was measured does not ask what it loses, after so many steps.
+# Exploration may cost this share of the time, in pairs of steps at least 16 steps apart. The second
+# step of a pair is the first whose time belongs to its arm alone.
+_ALLOWANCE, _EXPLORATION_STEPS, _INTERVAL = 1 / 128, 2, 16
+# Once, an arm that was unused for 128 steps is explored whatever that is expected to cost.
 _FREE, _WAIT = 1, 128
 # Steps with drafts from which y of an arm is trusted.
 _TRUSTED = 3
 # A time above this multiple of the median is an outlier: the process may have been stopped.
-_MOST_SLOWER = 2.0
+_OUTLIER = 2.0
 
 
 class Arm(IntEnum):
@@ -44,24 +44,24 @@ class Arm(IntEnum):
     TREE = 2
 
 
-# What y drifts by in a step, as a variance, over that of one request's tokens in a step.
-_DRIFT = 1 / 2048
-# The variance at the start. That of n-gram drafts is small: one lucky copy must not win a trial.
-_UNKNOWN = {Arm.NGRAM: 1 / 8, Arm.TREE: 1e6}
+# Variances are relative to that of one request's tokens in a step. Process noise of y in a step:
+_PROCESS_NOISE = 1 / 2048
+# Variance of y before any step. Small for n-gram drafts: one lucky draft must not win.
+_INITIAL_VARIANCE = {Arm.NGRAM: 1 / 8, Arm.TREE: 1e6}
 
 
-class _Yield:
+class _MeanTokens:
     """Mean tokens per request and step of one arm, by a Kalman filter: the longer an arm has not
-    been observed, the more its next step says.
+    been observed, the more its next step counts.
     """
 
     def __init__(self, variance: float) -> None:
         self.mean, self.steps, self._variance, self._seen = 1.0, 0, variance, 0
 
     def add(self, tokens: float, num_reqs: int, step: int) -> None:
-        """In the gate's step `step` each of its requests got so many `tokens` in the mean."""
+        """A step, number `step` of the gate's, gave each request `tokens` on average."""
         self.steps += 1
-        self._variance += _DRIFT * (step - self._seen)
+        self._variance += _PROCESS_NOISE * (step - self._seen)
         self._seen = step
         weight = self._variance / (self._variance + 1.0 / num_reqs)
         self.mean += weight * (tokens - self.mean)
@@ -79,16 +79,16 @@ class Gate:
         self.arms = tuple(arms)
         self.arm = self.arms[-1]
         self.reason = "no measurement yet"
-        self._yields = {arm: _Yield(_UNKNOWN.get(arm, 0.0)) for arm in self.arms}
+        self._tokens = {arm: _MeanTokens(_INITIAL_VARIANCE.get(arm, 0.0)) for arm in self.arms}
         self._times: dict[tuple[int, Arm], deque[float]] = {}
         # By size class: milliseconds of the arms that it has measured.
         self._ms: dict[int, dict[Arm, float]] = {}
-        # Milliseconds that trials of each arm may lose: a cheap one must not use up another's.
+        # Milliseconds that exploring each arm may cost: a cheap one must not use up another's.
         self._allowance = dict.fromkeys(self.arms, 0.0)
-        self._since = 0  # steps since the last trial
-        self._trial: tuple[Arm, int] = (Arm.PLAIN, 0)  # and its steps that are left
-        # By arm: trials so far, and the number of the step that took it last.
-        self._trials, self._tried = Counter[Arm](), dict.fromkeys(self.arms, 0)
+        self._since = 0  # steps since the last exploration
+        self._exploration: tuple[Arm, int] = (Arm.PLAIN, 0)  # and its steps that are left
+        # By arm: explorations so far, and the number of the step that took it last.
+        self._explored, self._last_step = Counter[Arm](), dict.fromkeys(self.arms, 0)
         self._steps = 0
 
     # ---- what steps showed ---------------------------------------------------------------
@@ -106,19 +106,19 @@ class Gate:
         if arm not in self.arms:  # the last steps of replies with a fixed budget
             return False
         if arm != Arm.PLAIN:
-            self._yields[arm].add(tokens / num_reqs, num_reqs, self._steps)
+            self._tokens[arm].add(tokens / num_reqs, num_reqs, self._steps)
         if not 0.0 < ms < float("inf"):
             return False
         size = size_class(num_reqs)
         times = self._times.setdefault((size, arm), deque(maxlen=_SAMPLES))
-        if arm != self.arm and times and ms * _MOST_SLOWER < self._ms[size][arm]:
+        if arm != self.arm and times and ms * _OUTLIER < self._ms[size][arm]:
             times.clear()  # the arm has become faster since it was in use
         times.append(ms)
         typical = self._ms.setdefault(size, {})[arm] = _typical(times)
         share = _ALLOWANCE / max(len(self.arms) - 1, 1)
         for each in self.arms:
             self._allowance[each] += share * typical
-        return ms <= _MOST_SLOWER * typical
+        return ms <= _OUTLIER * typical
 
     def costs(self, num_reqs: int) -> dict[Arm, float]:
         """Milliseconds of a step with so many requests, of each arm for which they are known.
@@ -151,7 +151,7 @@ class Gate:
 
     def tokens(self, arm: Arm) -> float:
         """Tokens that a request gets from a step of `arm`; 1 from a plain one."""
-        return self._yields[arm].mean
+        return self._tokens[arm].mean
 
     def gain(self, num_reqs: int) -> float | None:
         """Measured rate of the arm in use over that of plain decoding; None before both are."""
@@ -176,50 +176,50 @@ class Gate:
         """The arm that the step ends with, for a next step with `num_reqs` requests."""
         self._steps += 1
         self._since += 1
-        arm, left = self._trial
+        arm, left = self._exploration
         if left:
-            self._trial = arm, left - 1
+            self._exploration = arm, left - 1
         else:
             arm = self._chosen(self.costs(num_reqs))
-        self._tried[arm] = self._steps
+        self._last_step[arm] = self._steps
         return arm
 
     def _chosen(self, costs: dict[Arm, float]) -> Arm:
         for arm in reversed(self.arms):
-            if arm and self._yields[arm].steps < _TRUSTED:
+            if arm and self._tokens[arm].steps < _TRUSTED:
                 self.arm, self.reason = arm, "not measured yet"
                 return arm
         self.arm, self.reason, most = self.arms[-1], "not measured yet", 0.0
         for arm in self.arms:
-            if arm in costs and (rate := self._yields[arm].mean / costs[arm]) > most:
-                # Of equal rates, the first one: the simplest arm.
+            if arm in costs and (rate := self._tokens[arm].mean / costs[arm]) > most:
+                # Ties go to the first one, the simplest arm.
                 self.arm, self.reason, most = arm, "fastest", rate
-        trial = self._explored(costs)
-        return self.arm if trial is None else trial
+        explored = self._next_exploration(costs)
+        return self.arm if explored is None else explored
 
-    def _explored(self, costs: dict[Arm, float]) -> Arm | None:
-        """Another arm, if it is time to try one."""
-        apart = _APART if len(costs) == len(self.arms) else _TRIAL + 2
-        if self._since < apart:
+    def _next_exploration(self, costs: dict[Arm, float]) -> Arm | None:
+        """Another arm, if it is time to explore one."""
+        interval = _INTERVAL if len(costs) == len(self.arms) else _EXPLORATION_STEPS + 2
+        if self._since < interval:
             return None
-        others = sorted(set(self.arms) - {self.arm}, key=self._tried.__getitem__)
+        others = sorted(set(self.arms) - {self.arm}, key=self._last_step.__getitem__)
         for arm in others:
             if arm not in costs:
-                return self._begin_trial(arm, _TRIAL + 1)
-        if self._since < _APART or self.arm not in costs:
+                return self._explore(arm, _EXPLORATION_STEPS + 1)
+        if self._since < _INTERVAL or self.arm not in costs:
             return None
         rate = self.tokens(self.arm) / costs[self.arm]
         for arm in others:
-            lost = _TRIAL * (costs[arm] - self.tokens(arm) / rate)
-            early = self._trials[arm] < _FREE and self._steps - self._tried[arm] >= _WAIT
-            if early or lost <= self._allowance[arm]:
-                self._trials[arm] += 1
+            lost = _EXPLORATION_STEPS * (costs[arm] - self.tokens(arm) / rate)
+            free = self._explored[arm] < _FREE and self._steps - self._last_step[arm] >= _WAIT
+            if free or lost <= self._allowance[arm]:
+                self._explored[arm] += 1
                 self._allowance[arm] = max(self._allowance[arm] - max(lost, 0.0), 0.0)
-                return self._begin_trial(arm, _TRIAL)
+                return self._explore(arm, _EXPLORATION_STEPS)
         return None
 
-    def _begin_trial(self, arm: Arm, steps: int) -> Arm:
-        self._since, self._trial, self.reason = -steps, (arm, steps - 1), "exploration"
+    def _explore(self, arm: Arm, steps: int) -> Arm:
+        self._since, self._exploration, self.reason = -steps, (arm, steps - 1), "exploration"
         return arm
 
 
@@ -229,9 +229,9 @@ def size_class(num_reqs: int) -> int:
 
 
 def _typical(times: Sequence[float]) -> float:
-    """Their mean without outliers; of a few, the smallest."""
+    """Their mean without outliers; of a few, the minimum."""
     if len(times) < _FEW:
         return min(times)
-    most = _MOST_SLOWER * median(times)
+    most = _OUTLIER * median(times)
     kept = [ms for ms in times if ms <= most]
     return sum(kept) / len(kept)

@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-# Weight of a step in the means; variance of predictions over their squared mean from which they say
-# more of the slope than 1 does; limits of the slope.
-_LINE_WEIGHT, _DOUBT, _SLOPES = 0.04, 0.005, (0.5, 2.0)
+# EMA weight of a step; weight of the prior slope 1, as a variance of the predictions over their
+# squared mean; limits of the slope.
+_WEIGHT, _PRIOR, _SLOPES = 0.04, 0.005, (0.5, 2.0)
 # A step costs at least this share of what the profile predicts.
 _LEAST = 0.5
 
@@ -33,7 +33,7 @@ class StepLine:
     def add(self, predicted_ms: float, ms: float) -> None:
         """A step took `ms`."""
         self._steps += 1
-        weight = max(1.0 / self._steps, _LINE_WEIGHT)
+        weight = max(1.0 / self._steps, _WEIGHT)
         x, y = predicted_ms - self._predicted, ms - self._ms
         self._predicted += weight * x
         self._ms += weight * y
@@ -44,7 +44,7 @@ class StepLine:
         """Slope and offset in ms; (1, 0) before the first step."""
         if not self._steps:
             return 1.0, 0.0
-        doubt = _DOUBT * self._predicted**2
-        slope = (self._covariance + doubt) / (self._variance + doubt)
+        prior = _PRIOR * self._predicted**2
+        slope = (self._covariance + prior) / (self._variance + prior)
         slope = min(max(slope, _SLOPES[0]), _SLOPES[1])
         return slope, self._ms - slope * self._predicted

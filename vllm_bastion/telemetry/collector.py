@@ -101,7 +101,7 @@ def by_drafter(step: StepRecord) -> tuple[int, int]:
     """
     if not step.sources:
         return step.trees, step.accepted
-    from_drafter, _, from_both, taken, _, taken_of_both = step.sources
+    from_drafter, _, from_both, accepted, _, accepted_of_both = step.sources
     if not (from_drafter or from_both):
         return 0, 0
-    return step.trees, taken + taken_of_both
+    return step.trees, accepted + accepted_of_both

@@ -29,11 +29,11 @@ def interval_line(sums: Counts, gain: float | None, name: str = "Bastion") -> st
         parts.append(
             f"{nodes / trees:.1f} nodes and {accepted / trees:.2f} accepted tokens per tree"
         )
-    if looked_up := sums["nodes_by_source", "lookup"] + sums["nodes_by_source", "both"]:
-        taken = sums["accepted_by_source", "lookup"] + sums["accepted_by_source", "both"]
+    if ngram_nodes := sums["nodes_by_source", "lookup"] + sums["nodes_by_source", "both"]:
+        ngram_accepted = sums["accepted_by_source", "lookup"] + sums["accepted_by_source", "both"]
         parts.append(
-            f"n-gram drafts {100 * looked_up / nodes:.0f}% of nodes and "
-            f"{100 * taken / max(accepted, 1):.0f}% of accepted tokens"
+            f"n-gram drafts {100 * ngram_nodes / nodes:.0f}% of nodes and "
+            f"{100 * ngram_accepted / max(accepted, 1):.0f}% of accepted tokens"
         )
     for kind, reasons in steps.items():
         if count := reasons.total():

@@ -81,8 +81,8 @@ def check_rows(spec_config: BastionSpeculativeConfig, limit: int) -> None:
     """
     nodes, gamma = spec_config.num_speculative_tokens, spec_config.bastion_gamma
     if 1 + nodes + gamma > limit:
-        room = limit - 1 - gamma
-        way_out = f"lower it to {room} or " if room >= 1 else ""
+        most = limit - 1 - gamma
+        way_out = f"lower it to {most} or " if most >= 1 else ""
         raise BastionConfigError(
             f'"num_speculative_tokens": {nodes} needs max_num_batched_tokens of at least '
             f"{1 + nodes + gamma} (1 + nodes + the drafter's {gamma}), which is {limit}: "
