@@ -71,9 +71,19 @@ def test_a_drafter_has_graphs_for_up_to_64_requests(requests: int, rows: int) ->
         assert padded - count <= 3 and (count > 32 or padded == count or rows < 16)
 
 
-def test_an_engine_without_graphs_stays_without() -> None:
-    config: Any = SimpleNamespace(
-        compilation_config=SimpleNamespace(cudagraph_capture_sizes=[]),
+def _with_sizes(sizes: list[int]) -> Any:
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes),
         scheduler_config=SimpleNamespace(max_num_seqs=64),
     )
+
+
+def test_an_engine_without_graphs_stays_without() -> None:
+    config = _with_sizes([])
     assert with_graphs(config, 16) is config
+
+
+def test_a_drafter_has_graphs_where_the_targets_are_all_too_large() -> None:
+    compilation = with_graphs(_with_sizes([128, 256]), 1).compilation_config
+    assert compilation.cudagraph_capture_sizes[0] <= 4
+    assert compilation.cudagraph_capture_sizes[-1] == 64

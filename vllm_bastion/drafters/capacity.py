@@ -79,8 +79,9 @@ def with_graphs(vllm_config: VllmConfig, rows: int) -> VllmConfig:
     if not sizes:
         return vllm_config
     sizes = [size for size in sizes if size <= rows * LOGITS_CHUNK_REQS]
-    more = [*range(max(sizes) // rows + _GRAPH_STEP, most, _GRAPH_STEP), most]
-    more = [rows * count for count in more if rows * count > max(sizes)]
+    largest = max(sizes, default=0)
+    more = [*range(largest // rows + _GRAPH_STEP, most, _GRAPH_STEP), most]
+    more = [rows * count for count in more if rows * count > largest]
     view = copy.copy(vllm_config)
     view.compilation_config = copy.copy(compilation)
     view.compilation_config.cudagraph_capture_sizes = sorted([*sizes, *more])

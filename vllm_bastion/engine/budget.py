@@ -246,7 +246,8 @@ class TreeBudgetManager(AdaptiveVerificationManager):
         if self.estimator is not None:
             context = float(self.req_states.num_computed_tokens_np[self._slots].mean())
             if plan.step_ms is not None and self._timed is not None:
-                draft = draft_ms[min(reqs, len(draft_ms) - 1)]
+                drafted = plan.verified == Arm.TREE
+                draft = draft_ms[min(reqs, len(draft_ms) - 1)] if drafted else 0.0
                 self.estimator.observe(*self._timed, plan.step_ms - draft)
             self._timed = rows, reqs, context
             verify_ms = self.estimator.verify_ms(reqs, context)
