@@ -95,8 +95,9 @@ def copies(
     ops.find_ngram.triton(
         history, lengths, slots, last, counts, found, *kept, table, clock, found, drafts
     )
-    ops.add_prompt.triton(history, slots, found, table, 0, 300)
-    ops.keep_replies.triton(history, lengths, lengths, found, slots, *kept, clock, table, clock)
+    for one in torch.zeros(2, dtype=torch.int64).split(1):  # slices of any alignment
+        ops.add_prompt.triton(history, one, found, table, 0, 300)
+        ops.keep_replies.triton(history, lengths, lengths, found, one, *kept, clock, table, clock)
     tokens = torch.zeros(reqs, 31, dtype=torch.int32)
     ngram = tokens, tokens, torch.zeros(reqs, 31, width + 1)
     arrived = torch.zeros(1, dtype=torch.int32)

@@ -36,7 +36,10 @@ def printed(script: str, *arguments: str) -> list[str]:
 @pytest.mark.parametrize("capability", [pytest.param("80", marks=pytest.mark.slow), "90"])
 def test_kernels_compile_and_do_not_spill(capability: str) -> None:
     kernels = [line.split() for line in printed("compile_kernels.py", capability)]
-    assert {name for name, *_ in kernels} == {
+    names = [name for name, *_ in kernels]
+    # one variant for slots of any alignment
+    assert names.count("_prompt_kernel") == names.count("_keep_kernel") == 1
+    assert {*names} == {
         "_accept_kernel", "_ancestors_kernel", "_bad_words_kernel",
         "_bind_kernel", "_bits_kernel", "_commit_kernel", "_conv_kernel",
         "_context_rows_kernel", "_find_commits_kernel", "_find_kernel", "_find_states_kernel",

@@ -68,7 +68,8 @@ def add_places(text, o_p, begin, end, owner, b_value, table, E, BLOCK: tl.conste
             tl.atomic_max(table + entry_of(b_hash, owner, E), b_value, mask=m_p, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["begin", "end"])
+# `slots` is a slice that starts at any slot: variants by alignment would be compiled while serving.
+@triton.jit(do_not_specialize=["begin", "end"], do_not_specialize_on_alignment=["slots"])
 def _prompt_kernel(
     history, slots, numbers, table, begin, end, E, stride_history_s, BLOCK: tl.constexpr
 ):
@@ -79,7 +80,7 @@ def _prompt_kernel(
     add_places(history + slot * stride_history_s, o_p, 0, end, slot, b_value, table, E, BLOCK)
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["R"], do_not_specialize_on_alignment=["slots"])
 def _keep_kernel(
     history,
     lengths,
