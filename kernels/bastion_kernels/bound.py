@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An op some of whose arguments stay, for launches that no graph holds.
+"""An op with some of its arguments fixed, for launches outside CUDA graphs.
 
-Triton looks at every argument of a launch to find the compiled kernel, which takes longer than the
-launch. The arguments that stay need no second look, nor do those that change if the kernel has no
-variants by their values. Then the first launch of a batch size finds the kernel for all others.
+To find the compiled kernel, Triton looks at every argument of a launch, which takes longer than the
+launch. If the kernel is not specialised on the arguments that change, the first launch of a batch
+size finds it for all later ones.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Launched(NamedTuple):
 
 
 class BoundOp:
-    """See `PublicOp.bind`. `changing` has the names of the arguments of a call, in order."""
+    """See `PublicOp.bind`. `changing`: names of the arguments that a call takes, in order."""
 
     def __init__(self, op: Any, kept: dict[str, Any]) -> None:
         self._op, self._kept = op, kept
         self.changing = [name for name in op.arguments.__annotations__ if name not in kept]
         self._batch = self.changing.index(op.batch)
-        # By batch size and absent arguments; None: to be run like any call.
-        self._launches: dict[tuple[int, ...], Callable[..., None] | None] = {}
+        # By batch size and which arguments are None.
+        self._launches: dict[tuple[int, ...], Callable[..., None]] = {}
 
     def arguments(self, *given: Any) -> Any:
         """All arguments of a call."""
@@ -50,13 +50,13 @@ def _repeated(launched: Launched, changing: list[str]) -> Callable[..., None]:
     """A launch of the same kernel with other arguments `changing`.
 
     Raises:
-        ValueError: the kernel has variants by their values, or does not take all of them.
+        ValueError: the kernel is specialised on one of them, or does not take it.
     """
     kernel, compiled, grid, arguments = launched
     names, free = kernel.arg_names, {*kernel.do_not_specialize}
     free.update(kernel.do_not_specialize_on_alignment)
     if wrong := [name for name in changing if name not in free or name not in names]:
-        raise ValueError(f"{kernel.__name__} may have variants by {', '.join(wrong)}")
+        raise ValueError(f"{kernel.__name__} may be specialised on {', '.join(wrong)}")
     places = [names.index(name) for name in changing]
     kept = [None if name in changing else arguments[name] for name in names]
     run = compiled[(*grid, 1, 1)[:3]]

@@ -55,11 +55,11 @@ def check(
     op: str, names: Sequence[str], values: Sequence[Tensor | Sequence[Tensor] | None],
     wanted: Sequence[Declared], **sizes: int,
 ) -> None:  # fmt: skip
-    """Raise unless the tensors are as declared; None is not looked at.
+    """Raise unless the tensors are as declared; None is skipped.
 
     Args:
-        op: for messages, as are the tensors' names.
-        sizes: of names that are known already.
+        op, names: for messages.
+        sizes: those that are already known, by name.
 
     Raises:
         ValueError: wrong number of tensors or dimensions, a wrong size or stride.

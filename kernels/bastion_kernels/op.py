@@ -10,9 +10,9 @@
 
     double = public(Double, cpu="package.module")
 
-`double(x, out)` runs the version for the device. It checks its arguments in the first call with as
-many rows. `double.triton` and `double.cpu` run one version, unchecked. `double.bind(out=out)` is
-the op for calls in which `out` stays. What an op computes is in `tests/references`.
+`double(x, out)` runs the version for the device, and checks its arguments in the first call with
+that many rows. `double.triton` and `double.cpu` run one version, unchecked. `double.bind(out=out)`
+is the op with `out` fixed. What an op computes is in `tests/references`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from bastion_kernels.bound import BoundOp, Launched
 from bastion_kernels.checks import Declared, check, declared
 
 _P = ParamSpec("_P")
-# A kernel's parameter: its name, the argument that it is found in, and that argument's dimension if
-# it is a stride or a size.
+# A kernel's parameter: its name, the op's argument that it comes from, and the argument's dimension
+# if it is a stride, or if it is a size.
 _Parameter = tuple[str, str, int | None, int | None]
-# First dimensions of the tensor whose rows count as those of a call; the first one found.
+# The rows of a call are those of the tensor with the first of these as its first dimension.
 _BATCHES = ("R", "R + 1", "M", "P", "T")
 
 
@@ -43,7 +43,7 @@ class Op:
     __slots__ = ()
     name: ClassVar[str]
     declared: ClassVar[dict[str, Declared]]
-    # By kernel: its parameters that `launch` finds in the arguments.
+    # By kernel: its parameters that `launch` takes from the op's arguments.
     _parameters: ClassVar[dict[int, list[_Parameter]]]
 
     def __init_subclass__(cls) -> None:
@@ -65,12 +65,12 @@ class Op:
         raise NotImplementedError
 
     def launch(self, kernel: Any, *grid: int, **others: Any) -> Launched | None:
-        """Launch a kernel; nothing to do if the grid is empty.
+        """Launch a kernel, unless the grid is empty.
 
-        A parameter of the kernel that is not among `others` has the name of an argument, or it is
-        stride_x_r, argument x's stride in its dimension R, or a size of an argument, as declared.
-        Strides and sizes of an absent argument are 0. A sequence and its strides become tuples, an
-        empty one None.
+        A parameter of the kernel that is not in `others` has the name of an argument of the op, or
+        is stride_x_r, the stride of argument x in its dimension R, or is a size, as declared. For
+        an argument that is None, strides and sizes are 0. A sequence and its strides are passed as
+        tuples, an empty one as None.
         """
         if 0 in grid:
             return None
@@ -107,12 +107,12 @@ class Op:
 
 
 def cdiv(size: int, part: int) -> int:
-    """How many parts hold `size`."""
+    """`size / part`, rounded up."""
     return -(-size // part)
 
 
 def padded(size: int, least: int = 1) -> int:
-    """The power of two that holds `size`, and `least`."""
+    """The least power of two >= `size`; at least `least`."""
     return max(least, 1 << max(size - 1, 0).bit_length())
 
 
@@ -143,10 +143,10 @@ class PublicOp(Generic[_P]):
         self.run(self.arguments(*args, **kwargs))
 
     def bind(self, **kept: Any) -> BoundOp:
-        """The op for calls with these arguments, which repeat a launch without looking at them.
+        """The op with these arguments fixed, whose launches skip Triton's look at arguments.
 
-        A call takes the others, by position. Calls with as many rows differ in what these tensors
-        contain, in their addresses and in integers, and in nothing else that the kernel reads.
+        A call takes the others, by position. Between calls with the same number of rows only the
+        contents and addresses of these tensors may change, and integers.
         """
         return BoundOp(self, kept)
 

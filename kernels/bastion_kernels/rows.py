@@ -9,7 +9,7 @@ request r the rows before its root, then its accepted path. With d = i - rows_be
     source[context_start[r] + i] = root + path[r, d]    for d >= 0
 
 followed by padding up to the scheduled number of rows, because the host does not know how many
-nodes were accepted. Accepted row i of a request is in the cache slot of the request's row i.
+nodes were accepted. After `compact_caches`, context row i of a request has the slot of its row i.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class BindSlots(Op):
 
     idx_mapping: Annotated[Tensor, "[R] int64 or int32"]  # slot of every row; R may be 0
     slots: Annotated[Tensor, "[S] int64"]  # written: the R slots, then -1
-    # Written: rows of the tail, root included; 0 past the batch, and for a root without nodes (its
+    # Written: rows of the tail, root and nodes; 0 past the batch, and for a root without nodes (its
     # slot may never have had a tree). None: not written.
     tail_lens: Annotated[Tensor | None, "[S] int32"] = None
     # First logits row of each request; None: no trees, or only chains, which need no mask.

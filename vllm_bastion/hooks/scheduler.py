@@ -66,7 +66,7 @@ class TreeScheduler(GrammarScheduler):
         self.runs_ahead = isinstance(self, AsyncScheduler)
         # Whether the worker sees the sampled tokens before it drafts, and may take a simpler arm.
         self.sees_tokens = not current_host().runs_ahead
-        # Most nodes of a request, and rows of the largest FULL graph.
+        # Most nodes of a request, and most rows of a step: those of the largest FULL graph.
         self.most_nodes, budget = self.settings.num_speculative_tokens, self.settings.bastion_budget
         if budget != "adaptive":
             self.most_nodes = min(self.most_nodes, max(budget, 1))
@@ -183,8 +183,8 @@ class TreeScheduler(GrammarScheduler):
         if output.scheduled_new_reqs:
             state.blocked_at = None
         elif waited and tokens_left and self.scheduler_config.prefill_schedule_interval <= 1:
-            # The requests most likely wait for the KV cache, until another one leaves. With a
-            # longer interval vLLM holds them back in most steps.
+            # They most likely wait for the KV cache, until another request leaves. With a longer
+            # interval vLLM holds them back in most steps.
             state.blocked_at, state.blocked_for = len(self.running), _BLOCKED_FOR
         if self.settings.bastion_ngram_cache:
             for new in output.scheduled_new_reqs:
@@ -204,7 +204,7 @@ class TreeScheduler(GrammarScheduler):
 
 
 class BastionScheduler(TreeScheduler):
-    """Schedules a step once the output of the last one has arrived."""
+    """Schedules a step after the output of the last one has arrived."""
 
     def _update_request_with_output(
         self, request: Any, new_token_ids: list[int], is_stale: bool = False
@@ -230,7 +230,7 @@ class BastionAsyncScheduler(TreeScheduler, AsyncScheduler):
 def _observe(
     state: SchedulerState, scheduled: Any, outputs: Any, predicted_ms: float, now: float
 ) -> None:
-    """Learn from a step whose output arrived at `now`. Tokens past a reply's end do not count."""
+    """Measure a step whose output arrived at `now`. Tokens past a reply's end do not count."""
     plan, last = StepPlan.of(scheduled), state.last
     reqs = len(scheduled.num_scheduled_tokens)
     nodes = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))

@@ -211,7 +211,7 @@ class Estimator:
             rows, measured = np.array(samples, dtype=np.float64).reshape(-1, 2).T
             branches = shape.branches_ms(device, rows, context_len, rows)
             self.lines = calibrate(rows, *branches, measured)
-        # The bare roofline can be far off: its c starts from the first ratio, not from one.
+        # The bare roofline can be far off, so its c starts from the first ratio, not from 1.
         self._weight = {"static": 0.0, "ema": 1.0, "ema_calib": _ALPHA}[name]
         self._seen: set[float] = set()
         self._curve = lru_cache(_MAX_CACHED)(self._make_curve)
@@ -253,7 +253,7 @@ def _padded(max_rows: int, captured_sizes: Sequence[int]) -> FloatArray:
 
 
 def device_spec(device: torch.device, dtype: torch.dtype) -> DeviceSpec:
-    """The peaks of a device, measured in half a second. Ranks have to agree on one's."""
+    """The peaks of a device, measured in half a second. All ranks must use one rank's."""
     cuda = device.type == "cuda"
 
     def seconds(work: Callable[[], object]) -> float:

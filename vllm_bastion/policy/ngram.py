@@ -25,7 +25,7 @@ from bastion_kernels.draft.ngram_table import LONGEST
 
 
 class NgramDrafts:
-    """What lookup keeps by request slot, and the rows that it adds to the candidates.
+    """What n-gram lookup keeps by request slot, and the rows that it adds to the candidates.
 
     Args:
         history: [S, most tokens] int32, tokens of each slot's request: prompt and reply.
@@ -58,20 +58,20 @@ class NgramDrafts:
         # By slot: prompt tokens that are not in the table yet, and the number on its entries there.
         self._step_tokens, self._prompts = step_tokens, dict[int, int]()
         self._numbers = zeros(slots, dtype=torch.int64)
-        # The last replies, and the group that each token belongs to.
+        # The ring of the last replies that ended, and the group of each of its tokens.
         self._num_kept, self._slots = num_kept, torch.arange(slots, device=device)
         self._ring, self._ring_groups = zeros(1), zeros(1, dtype=torch.int64)
         self._head = zeros(1, dtype=torch.int64)
-        # By slot, where they are kept: the request's group, and where its reply begins.
+        # By slot, if replies are kept: the request's group, and where its reply begins.
         self._groups, self._begins = zeros(slots, dtype=torch.int64), zeros(slots)
         self._slot_of: dict[str, int] = {}
         self._priors = ngram_priors(device)
-        # Trials and successes by match length, of all requests.
+        # [2, 66] trials and successes by match length, of all requests.
         self.counts = zeros(2, len(self._priors))
         self._arrived = zeros(1)
         self._depths = np.arange(depth)
         self._is_found = False  # whether `find` has found the drafts of the next `mix`
-        # Most tokens of the next drafts, if replies can use no more; None: `depth`.
+        # Most tokens of the next drafts, where every reply ends before `depth`; None: `depth`.
         self.longest: int | None = None
         # By row of the batch.
         self.tokens, self.places = zeros(slots, depth), zeros(slots, depth)
@@ -82,8 +82,8 @@ class NgramDrafts:
     def restart(self, slot: int, request: str, size: int, group: int = 0, begin: int = 0) -> None:
         """A new request takes the slot.
 
-        size: number of its tokens. group: of those whose replies it may see, and that see its own;
-        0 for none. begin: where its reply begins.
+        size: number of its tokens. group: of the requests that see each other's replies; 0 for
+        none. begin: where its reply begins.
         """
         self._slot_of[request], self._prompts[slot] = slot, size
         self._last[slot, :2], self._last[slot, 2] = 0, size
@@ -93,7 +93,7 @@ class NgramDrafts:
             self._groups[slot], self._begins[slot] = group, begin
 
     def add_prompts(self) -> None:
-        """Add prompts to the table, each from its end, as many of their tokens as a step has."""
+        """Add prompts to the table, each from its end, at most `step_tokens` tokens in all."""
         left = self._step_tokens
         while self._prompts and left:
             slot, end = self._prompts.popitem()
@@ -124,7 +124,7 @@ class NgramDrafts:
         self._ring_groups.zero_()
 
     def _allocate(self) -> torch.Tensor:
-        """The table. Made in vLLM's profiling run, as the ring is, so that memory is counted."""
+        """The table. Table and ring are made in vLLM's profiling run, which counts their memory."""
         if self._table is None:
             device = self.lengths.device
             self._table = ngram_table(self.history.numel() + self._num_kept, device)
@@ -143,7 +143,7 @@ class NgramDrafts:
         self._is_found = True
 
     def give_up(self, slots: torch.Tensor) -> None:
-        """Do not verify the drafts that `find` found; only learn whether they were right.
+        """Do not verify the drafts that `find` found; the next `find` still counts their successes.
 
         On the host: for a CPU.
         """

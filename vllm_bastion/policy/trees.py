@@ -6,9 +6,9 @@ its root, D drafted depth (gamma), K candidates per depth, V vocabulary, L depth
 more where n-gram drafts may go on, see `NgramDrafts`.
 
 The drafter writes a tree at the end of step t (``grow_candidates``), the target verifies it in step
-t+1, and then it is overwritten. Node 0 is the root; the node of column j is node j + 1. Columns are
-in order of non-increasing path score, so any prefix of the columns is a tree, and trimming a tree
-to the budget means dropping its last columns.
+t+1, and then it is overwritten. Node 0 is the root, the bonus token; the node of column j is node
+j + 1. Columns are in order of non-increasing path score, so any prefix of the columns is a tree,
+and trimming a tree to the budget means dropping its last columns.
 
 Per-request state is indexed by request slot (vLLM's ``idx_mapping``), because the batch of step t+1
 may have other requests than the batch of step t.
@@ -33,7 +33,7 @@ from vllm_bastion.policy.ngram import NgramDrafts
 
 
 class Trees:
-    """Trees by request slot, and the layout of the current step's rows.
+    """Trees by request slot, and which rows of the current step are trees.
 
     Args:
         max_num_reqs: S.
@@ -60,7 +60,7 @@ class Trees:
     ) -> None:
         self.num_nodes, self.gamma = num_nodes, depth
         depth = self.depth = max(depth, ngram_depth)
-        # None without lookup.
+        # None without n-gram lookup.
         self.ngram: NgramDrafts | None = None
         self.budget, self.device = budget, device
         slots = max_num_reqs
@@ -71,11 +71,11 @@ class Trees:
         # Of the drafter's batch, by row of the batch.
         self.row_slots = torch.full((slots,), -1, dtype=torch.int64, device=device)  # [R]
         self.tokens = zeros(slots, num_nodes, dtype=torch.int64)
-        # Of every request, by request slot.
+        # By request slot.
         self.parents = torch.full((slots, num_nodes), -1, dtype=torch.int32, device=device)
         self.depths = zeros(slots, num_nodes)
         self.log_rho = torch.full((slots, num_nodes), -torch.inf, device=device)
-        # [S, N] the same by row of the drafter's batch, where the host copies them; or None.
+        # [S, N] `log_rho` by row of the drafter's batch, for the host; None if it reads none.
         self.row_scores: torch.Tensor | None = None
         self.size = zeros(slots)  # nodes of the tree
         # On the host: each request's own limit on its nodes.
@@ -83,7 +83,7 @@ class Trees:
         self.bits = zeros(slots, num_nodes + 1, (num_nodes + 32) // 32)
         # [S] tokens of each request's n-gram draft that are expected to be accepted.
         self.ngram_expected = torch.zeros(slots, device=device)
-        # Of the current step, by row of its batch (padding rows: slot -1, tail 0).
+        # By row of the current step's batch (padding: slot -1, tail 0). A tail is a root and nodes.
         self.step_slots = torch.full((slots,), -1, dtype=torch.int64, device=device)
         self.tail_lens = zeros(slots)
         self.positions = zeros(max_num_tokens, dtype=torch.int64)
@@ -94,7 +94,7 @@ class Trees:
         self._set_top_k(top_k)
 
     def look_up(self, history: torch.Tensor, lengths: torch.Tensor, num_kept: int = 0) -> None:
-        """Give trees branches of n-gram drafts, see `NgramDrafts`."""
+        """Add n-gram drafts to the trees, see `NgramDrafts`."""
         limits = self.depth, self.num_nodes, len(self.positions), num_kept
         self.ngram = NgramDrafts(history, lengths, *limits)
 
@@ -104,7 +104,7 @@ class Trees:
 
     def _set_top_k(self, top_k: int) -> None:
         self.top_k = top_k
-        # A chain needs no mask, because its rows are causal, and no compaction of accepted rows.
+        # A chain's rows are causal and need no mask; its accepted rows are in place.
         self.chains = top_k == 1
         # Less than N only if the candidates have fewer paths.
         depth = self.gamma if self.chains else self.depth

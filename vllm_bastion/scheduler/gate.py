@@ -3,15 +3,15 @@
 
 Three arms: plain decoding, n-gram drafts only, and trees. With t_a the time of a step of arm a and
 y_a the tokens that each request gets from it, the gate takes the arm with the largest rate
-y_a / t_a, and the simpler one at a tie. Both are measured where all ranks meet: t_a between the
-outputs of two steps, which includes the host; y_a from the tokens that requests emitted.
+y_a / t_a, and the simpler one at a tie. Both are measured in the scheduler, one for all ranks: t_a
+from one step's output to the next, so it includes the host; y_a from the tokens of the replies.
 
 t_a is kept by size class of the batch (1, 2, 3-4, 5-8, ... requests); a time that a class lacks is
 scaled from the nearest class that has it. An arm without any time is explored at once. Another one
 is explored when the time that two of its steps are expected to lose fits an allowance of 1/128 of
 the time spent, so exploration costs less than 1%.
 
-Knows no vLLM.
+Imports no vLLM.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SAMPLES, _FEW = 12, 8
 _ALLOWANCE, _EXPLORATION_STEPS, _INTERVAL = 1 / 128, 2, 16
 # Once, an arm that was unused for 128 steps is explored whatever that is expected to cost.
 _FREE, _WAIT = 1, 128
-# Steps with drafts from which y of an arm is trusted.
+# Steps of an arm that must have verified drafts before its y is trusted.
 _TRUSTED = 3
 # A time above this multiple of the median is an outlier: the process may have been stopped.
 _OUTLIER = 2.0
@@ -91,7 +91,7 @@ class Gate:
         self._explored, self._last_step = Counter[Arm](), dict.fromkeys(self.arms, 0)
         self._steps = 0
 
-    # ---- what steps showed ---------------------------------------------------------------
+    # ---- measurements --------------------------------------------------------------------
 
     def observe(self, arm: Arm, num_reqs: int, tokens: int, ms: float) -> bool:
         """The output of a step without prompt tokens has arrived. Returns whether its time counts.
@@ -136,9 +136,9 @@ class Gate:
         return costs
 
     def _completed(self, size: int, own: dict[Arm, float]) -> dict[Arm, float]:
-        """`own`, with the arms that only other size classes measured.
+        """`own`, completed by arms that only other size classes have measured.
 
-        The nearest class says how the arm compares with another one that both know.
+        The nearest class gives the ratio of the arm's time to that of an arm which both have.
         """
         found = dict(own)
         for arm in self.arms:
@@ -161,7 +161,7 @@ class Gate:
         return self.tokens(self.arm) / costs[self.arm] * costs[Arm.PLAIN]
 
     def ngram_tokens(self, num_reqs: int) -> float | None:
-        """Tokens per request from which a step with n-gram drafts alone is as fast as one of trees.
+        """Tokens per request at which an n-gram only step breaks even with a step of trees.
 
         None where it is unknown.
         """

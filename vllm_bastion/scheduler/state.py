@@ -29,14 +29,14 @@ class Choice(NamedTuple):
 
 @dataclass
 class LastStep:
-    """What the gate compares a step's output with: that of the step before."""
+    """The step whose output arrived last: the next one's time is counted from it."""
 
     time: float = 0.0
     """When its output arrived, in seconds of a monotonic clock."""
     arm: Arm | None = None
     """What it ended with; None if prompts were in it."""
     ms: float = 0.0
-    """What the gate took as its time; 0 if it took none."""
+    """Its time for the gate; 0 if it was not counted."""
 
 
 @dataclass
@@ -46,17 +46,17 @@ class SchedulerState:
     gate: Gate
     """Decides what steps end with."""
     choice: Choice = field(default_factory=Choice)
-    """That of the step that was scheduled last."""
+    """What the step that was scheduled last ends with."""
     last: LastStep = field(default_factory=LastStep)
-    """The step whose output has arrived last."""
+    """The step whose output arrived last."""
     blocked_at: int | None = None
-    """Number of running requests at which the waiting ones did not fit into the KV cache."""
+    """Running requests beside which the waiting ones did not fit into the KV cache."""
     blocked_for: int = 0
     """Steps left for which this is assumed: something else may have held them up."""
     lines: defaultdict[tuple[int, Arm], StepLine] = field(
         default_factory=lambda: defaultdict(StepLine)
     )
-    """By size class and arm: what steps take over what the profile predicts."""
+    """By size class and arm: corrects the profile's times by measured ones."""
     collector: Collector = field(default_factory=Collector)
     """Adds up the records of steps."""
     ngram_key: bytes = field(default_factory=partial(token_bytes, 32))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What steps really take, against the profile of the start. Knows no vLLM."""
+"""Corrects the step times of the profile at start-up by measured ones. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _LEAST = 0.5
 
 
 def corrected(predicted_ms: NDArray[np.float64], line: tuple[float, float]) -> NDArray[np.float64]:
-    """Times of a profile, of any shape, by a `StepLine`'s slope and offset."""
+    """A profile's times, of any shape, corrected by a `StepLine`'s slope and offset."""
     slope, offset = line
     return np.maximum(slope * predicted_ms + offset, _LEAST * predicted_ms)
 
 
 class StepLine:
-    """What steps take over what the profile predicts: the least squares line of recent steps.
+    """Measured ms of recent steps over predicted ms: their least squares line.
 
     Its slope stays near 1 while predictions are alike, as with a fixed number of nodes.
     """
@@ -31,7 +31,7 @@ class StepLine:
         self._variance = self._covariance = 0.0
 
     def add(self, predicted_ms: float, ms: float) -> None:
-        """A step took `ms`."""
+        """Observe a step that took `ms`."""
         self._steps += 1
         weight = max(1.0 / self._steps, _WEIGHT)
         x, y = predicted_ms - self._predicted, ms - self._ms

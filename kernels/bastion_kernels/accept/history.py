@@ -22,7 +22,7 @@ from bastion_kernels.triton_or_none import tl, triton
 _BLOCK = 64
 
 
-# With chunked verification, slices start at any row of a batch: compile no variants by alignment.
+# With chunked verification these are slices from any row on: compile no variants by alignment.
 @triton.jit(
     do_not_specialize=["P"],
     do_not_specialize_on_alignment=["node_ids", "slots", "nodes", "out_tokens", "out_depths"],
@@ -114,7 +114,7 @@ def _penalise_kernel(
         m_token = b_token >= 0
         b_here = tl.sum((b_token[:, None] == b_token[None, :]).to(tl.int32), 1)
         b_count = tl.load(counts + slot * stride_counts_s + b_token, mask=m_token, other=0) + b_here
-        # the order and the types of vLLM's kernel, for equal rounding
+        # operations in the order and types of vLLM's kernel, for equal rounding
         b_value = tl.load(before + i_r * D + o_d, mask=m_token, other=0.0)
         b_value *= tl.where(b_value > 0, 1.0 / b_repetition, b_repetition)
         b_value -= b_frequency * b_count

@@ -35,7 +35,7 @@ _TILE = 4096  # integers in one program: 32 per thread; more would spill
 
 @triton.jit
 def _second(first, second):
-    """The operator of a scan that changes nothing; see `_compact_kernel`."""
+    """The operator of a scan that leaves its input as it is; see `_compact_kernel`."""
     return second
 
 
@@ -106,8 +106,8 @@ def _compact_kernel(
         b_source = tl.load(p_slots + b_node, mask=m_d, other=-1)
         b_target = tl.load(p_slots + o_d, mask=m_d, other=-1)
         m_d &= (b_source >= 0) & (b_target >= 0)
-        # A slot fits 31 bits (checked). The scan changes nothing but keeps the compiler from
-        # rematerialising the loads: else every thread loads all slots, some 500 instructions.
+        # A slot fits 31 bits (checked). The scan leaves them as they are, but keeps the compiler
+        # from rematerialising the loads: every thread would load all slots, some 500 instructions.
         b_move = tl.where(m_d, (b_source << 32) | b_target, -1)
         b_move = tl.associative_scan(b_move, 0, _second)
         m_d = b_move >= 0

@@ -2,7 +2,7 @@
 """Verification of a path: follow the tokens sampled at the nodes down the tree.
 
     node <- root
-    repeat: emit sampled[node]; if a child of node carries that token, node <- child, else stop
+    repeat: emit sampled[node]; if a child of node has that token, node <- child, else stop
 
 Each token is drawn from the target's distribution given the node's prefix. The emitted tokens are
 therefore those of plain decoding, for any tree and temperature. Nodes and accepted tokens can be

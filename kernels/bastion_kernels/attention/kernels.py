@@ -2,8 +2,8 @@
 """Triton kernel of tree attention: one launch per layer, divided as `plan_kernel` says.
 
 A q-block is BLOCK_Q query rows of one request. Packed with the GROUP heads of one key head, it
-fills BLOCK_M >= BLOCK_Q * GROUP rows of a matrix product. A program processes one run of the plan
-(see `plan`): one q-block in each bundle of the run. The grid is constant, and all that changes
+fills BLOCK_M >= BLOCK_Q * GROUP rows of a matrix product. A program processes one run of the work
+list (see `plan`): one q-block in each bundle of the run. The grid is constant, and all that changes
 between steps is read from device memory, so a CUDA graph can capture the launch.
 
 A q-block inside one run is written directly. If a run boundary cuts a q-block, every program stores
@@ -202,8 +202,8 @@ def tree_attention_kernel(
                 input_precision="ieee",
             )
 
-        # 0 * NaN is NaN: a value that is not finite has reached rows that do not see it. Looking
-        # at the result finds out; then the same tiles are read again, with such values apart.
+        # The weight of a masked column is 0, but 0 * NaN is NaN. If a result is not finite, the
+        # tiles are read again, and values that are not finite are added only to rows that see them.
         masked = skipped + finish > unmasked
         if WINDOW:
             masked |= skipped + begin < inner
@@ -242,7 +242,7 @@ def tree_attention_kernel(
         if cut:
             # A run cuts at most two q-blocks: the one that began before it and the one that ends
             # after it. The last program stores its part, too: only the atomic below tells which
-            # one is last. Warps reading the counter could see different values and diverge.
+            # one is last. If warps read the counter instead, they could diverge on its value.
             place = (i_p * 2 + (begin == 0).to(tl.int32)).to(tl.int64)
             p_stats = partial_stats + place * 2 * BLOCK_M + o_m
             tl.store(p_stats, b_max, mask=m_m)
@@ -285,7 +285,7 @@ def tree_attention_kernel(
                     b_max = b_new_max
         if complete:
             if sinks is not None:
-                # a row always sees itself, so its maximum is finite
+                # b_max is finite, because a row always sees itself
                 b_sink = tl.load(sinks + o_h, mask=m_m, other=0.0) * LOG2_E
                 b_new_max = tl.maximum(b_max, b_sink)
                 b_o *= tl.exp2(b_max - b_new_max)[:, None]

@@ -3,8 +3,8 @@
 
 vLLM's C++ kernel packs the tokens of a block for the CPU's vector or matrix unit, differently for
 every instruction set. The formats are not hard-coded here: vLLM's op writes numbered elements, and
-the layout is derived from the result. Attention has fast paths for the formats it recognises; any
-other is read element by element.
+the layout is derived from the result. Attention has fast paths for the formats that it recognises
+and reads any other element by element.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     out[s, i] bit j  =  node j is an ancestor of node i, or i itself       (root included: bit 0)
     position(node i) =  position(root) + depth(i)
 
-The bits tell which rows of its own tail a node may attend to. The committed context is visible to
-all nodes. Positions grow with depth, not with the row, so every branch has the positions of a
-sequence.
+The bits tell which rows of its request's tail (root and nodes) a node may attend to. The committed
+context is visible to all nodes. Positions grow with depth, not with the row, so every branch has
+the positions of a sequence.
 """
 
 from __future__ import annotations

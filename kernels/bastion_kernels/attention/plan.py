@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernel that divides a step's attention among programs, once for all layers.
+"""Triton kernel that divides a step's attention among programs (CTAs), once for all layers.
 
 A q-block is BLOCK_Q query rows of one request; it has ceil(visible rows / BLOCK_N) tiles of cached
 rows. Up to WIDTH neighbouring q-blocks of a request form a bundle, which a team of programs
 processes, one for each q-block: they read the same tiles at the same time, because a long context
 exceeds the L2 cache.
 
-Bundles of one width are laid end to end, once for each key head. This line is cut into equal runs
-of `chunk` tiles, one for each team:
+Bundles of one width, once for each key head, form a line, the work list of the teams of that width.
+It is cut into equal runs of `chunk` tiles, one for each team:
 
     width 3    |- bundle 0, head 0 -|- bundle 0, head 1 -|- bundle 1, head 0 -|- ...
     teams      |---- 0 ----|---- 1 ----|---- 2 ----|---- 3 ----|---- 4 ----|- ...
@@ -96,8 +96,8 @@ def plan_kernel(
         SEARCH_STEPS: >= log2(CAPACITY) + 1.
         SECOND: extra cost of a second q-block in a run, in tiles.
     """
-    # Candidate i belongs to the last request r with query_start_loc[r] // span + r <= i. This
-    # avoids a prefix sum over requests; some candidates have no rows.
+    # Candidate bundle i belongs to the last request r with query_start_loc[r] // span + r <= i.
+    # This avoids a prefix sum over requests; some candidates have no rows.
     span: tl.constexpr = BLOCK_Q * WIDTH
     o_c = tl.arange(0, CAPACITY)
     b_low = tl.zeros([CAPACITY], tl.int32)
@@ -140,8 +140,8 @@ def plan_kernel(
     # n/s + s, so runs shorter than sqrt(n) would be slower.
     shortest = tl.maximum(tl.ceil(tl.sqrt(most.to(tl.float32))).to(tl.int32), 1)
     chunk = tl.maximum((area + programs - 1) // programs, shortest)
-    # Upper bounds of `chunk`: rounding adds less than one team to each line; one team per line is
-    # always enough.
+    # Upper bounds of `chunk`: rounding adds less than one team to each line, and one team per line
+    # is always enough.
     spare = tl.maximum(programs - tl.sum(tl.where(b_bundles > 0, b_members, 0), 0), 0)
     longest = tl.max(b_ends, 0)
     enough = tl.where(spare > 0, (area + spare - 1) // tl.maximum(spare, 1), longest)

@@ -37,7 +37,7 @@ class Tiles:
     # pipeline stages; the number of tiles in shared memory, or one more where matrix instructions
     # read their inputs from registers
     stages: int
-    # programs that share a multiprocessor
+    # programs (CTAs) that share a multiprocessor
     occupancy: int
 
 

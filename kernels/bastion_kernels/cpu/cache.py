@@ -3,7 +3,7 @@
 
 The machine code of a package is in `<cache>/numba/<package>-<digest>`. The digest covers the
 package's compiled sources, the versions of Python and Numba, and the CPU, so the files are never
-stale. Hashing and creating the folder wait until the first function is compiled.
+stale. The digest is computed and the folder created when the first function is compiled.
 
 Numba's own cache is not used: it writes beside the sources, raises if a file is damaged or the disk
 is full, and checks one source file only. Here:

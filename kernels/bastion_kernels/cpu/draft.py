@@ -83,7 +83,7 @@ def expand_best_first(
             continue
         size, count = 0, 0
         on_ngram[0], own_rows[0] = ngram_limit > 0 and places[r, 0] >= 0, 0
-        # children offered to the heap, up to two per round; first the root's first child
+        # children to push: a, the new node's first, and b, its next sibling; now the root's first
         offers, parent_a, rank_a, before_a, depth_a, parent_b, rank_b, before_b, depth_b = (
             1, 0, 0, -1, 0, 0, 0, -1, 0
         )  # fmt: skip

@@ -99,8 +99,8 @@ def has_tiles() -> bool:
 def _load() -> tuple[ctypes.CDLL, bool]:
     """The library, and whether it runs on several threads.
 
-    It is not linked against an OpenMP library. Its calls resolve to the one that PyTorch loaded: a
-    second thread pool would compete with PyTorch's for the cores.
+    It is not linked against an OpenMP library, so its calls resolve to the one that PyTorch loaded:
+    a second thread pool would compete with PyTorch's for the cores.
     """
     try:
         return _build(*_FLAGS, "-fopenmp"), True

@@ -85,7 +85,7 @@ _library.impl("linear", _result, "Meta")
 
 @cache
 def _implement() -> None:
-    """Register the op's implementation. Whoever multiplies has packed a weight."""
+    """Register the op's implementation, when the first weight is packed."""
     library.load().bastion_register_linear()
 
 

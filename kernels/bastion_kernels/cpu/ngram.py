@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookup on a CPU: `find_ngram`, `add_prompt`, `keep_replies` and `mix_ngram`."""
+"""N-gram lookup on a CPU: `find_ngram`, `add_prompt`, `keep_replies` and `mix_ngram`."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _continue(text, size, group, ring, ring_groups, best, draft):
 def find_ngram(
     history, lengths, slots, last, counts, groups, ring, ring_groups, table, clock, found, drafts
 ):
-    """As on a GPU, every request's tokens are added before the first is looked up."""
+    """As on a GPU, every request's new tokens are added before the first lookup."""
     number = clock[0] << _PLACE_BITS
     for slot in slots:
         if slot >= 0:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The acceptance walk on a CPU, over tokens drawn in advance or on demand.
+"""Verification of paths on a CPU, over tokens drawn in advance or on demand.
 
-On a GPU all rows are drawn in one launch before the walk. On a CPU every row of a large vocabulary
-is expensive, and the walk visits only one row per depth, so `accept_lazily` draws one depth of all
-requests at a time. The noise of a draw depends only on (seed, position), so the tokens are the
-same.
+On a GPU the tokens of all rows are drawn in one launch before the verification. On a CPU every row
+of a large vocabulary is expensive, and the verification visits only one row per depth, so
+`accept_lazily` draws one depth of all requests at a time. The noise of a draw depends only on
+(seed, position), so the tokens are the same.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def accept_lazily(draw: Callable[[Tensor], Tensor], op: AcceptPath) -> None:
     """`accept_path` with tokens drawn on demand, one depth of all requests at a time.
 
     Args:
-        draw: rows `[A]` int64 of the step's logits, ascending, at most one a request -> their
-            tokens `[A]` int64, in place of `op.sampled`.
+        draw: maps rows `[A]` int64 of the step's logits, ascending, at most one per request, to
+            their tokens `[A]` int64, in place of `op.sampled`.
     """
     op.out_path.fill_(-1)
     op.out_tokens.zero_()
@@ -81,5 +81,5 @@ def accept_lazily(draw: Callable[[Tensor], Tensor], op: AcceptPath) -> None:
 
 
 def accept_path(op: AcceptPath) -> None:
-    """The walk over tokens drawn at every row."""
+    """Verify with tokens that were drawn at every row."""
     accept_lazily(lambda rows: op.sampled[rows], op)

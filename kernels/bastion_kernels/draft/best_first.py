@@ -33,7 +33,7 @@ from bastion_kernels.op import Op, padded, public
 
 
 class ReadsCandidates(Op):
-    """An op with `logprobs` `[R, D, P, M]`: P is 1, or M, a row for each candidate above."""
+    """An op with `logprobs` `[R, D, P, M]`; P is 1, or M: a row for each candidate above."""
 
     __slots__ = ()
     logprobs: Tensor

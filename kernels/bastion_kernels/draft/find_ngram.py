@@ -9,10 +9,10 @@ and so does a position of the ring (see `ngram_table`) after tokens of the reque
 n-gram draft c_1, c_2, ... is the text that follows. At the end of the history, or of a reply in the
 ring, it continues with itself, so repetitions of any period continue.
 
-A lookup adds to the table the tokens that the previous one has not seen, and `add_prompt` adds the
-prompt's, so its time does not depend on n. The table's positions for the last tokens of h, and the
-position behind the previous draft, are compared with the end of h token by token. The largest m
-wins, then the request's own text, then the latest p, all packed into one integer.
+A lookup adds the n-grams of the tokens since the previous one to the table, and `add_prompt` those
+of the prompt, so its time does not depend on n. It compares the table's positions for the last
+tokens of h, and the position behind the previous draft, with the end of h token by token. The
+largest m wins, then the request's own text, then the latest p, all packed into one integer.
 
 The success rate is learned from the emitted tokens, whether or not a draft was verified. When the
 history has grown from n to n' tokens, the draft found at n has been tried at match lengths m,
@@ -58,7 +58,7 @@ def _insert_kernel(
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: (R, PROGRAMS). Add the positions that the lookup before could not have found."""
+    """Grid: (R, PROGRAMS). Add the positions since the previous lookup."""
     i_r = tl.program_id(0)
     slot = tl.load(slots + i_r)
     if slot >= 0:
@@ -73,7 +73,7 @@ def _insert_kernel(
 
 @triton.jit
 def _matches(b_token, b_end, b_place, OWN: tl.constexpr):
-    """The largest m << 33 | OWN << 32 | p of places p with the tokens b_token before them."""
+    """The largest m << 33 | OWN << 32 | p of the places p. b_token: the tokens before each."""
     o_b = tl.arange(0, _LONGEST)
     b_match = tl.min(tl.where(b_token == b_end[None, :], _LONGEST, o_b[None, :]), 1)
     b_key = (b_match.to(tl.int64) << 33) | (OWN << 32) | b_place
@@ -101,7 +101,7 @@ def _find_kernel(
     W: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Grid: (R,). Lane i has the n-gram of i + 1 tokens; lane 0 the place behind the last draft."""
+    """Grid: (R,). Lane i looks up the n-gram of i + 1 tokens; lane 0 continues the last draft."""
     i_r = tl.program_id(0)
     if i_r == 0:
         tl.store(clock, tl.load(clock) + 1)

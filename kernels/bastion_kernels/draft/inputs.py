@@ -8,7 +8,7 @@ p + d (`compact_caches`), p being that of the bonus token before it. With c rows
     queries      = the last sampled token and mask tokens, at positions p + c, p + c + 1, ..
 
 Sizes are those of the graph; a slot of -1 marks padding, whose queries are empty and whose rows
-have no cache slot. Nothing here depends on what the host knows of the step.
+have no cache slot. All that differs between steps is read from device memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bastion_kernels.triton_or_none import tl, triton
 
 @triton.jit
 def _cache_slots(p_table, b_position, mask, blocks, page):
-    """Cache slots of a request's positions; -1 in block 0, which must not be written."""
+    """Cache slots of a request's positions; -1 in block 0, vLLM's null block."""
     b_block = tl.minimum(b_position // page, blocks - 1)
     b_block = tl.load(p_table + b_block, mask=mask, other=0).to(tl.int64)
     return tl.where(mask & (b_block != 0), b_block * page + b_position % page, -1)

@@ -150,7 +150,7 @@ def _mix_kernel(
                 if not STATELESS:
                     state = tl.where(here < M, here, -1)
         tl.store(expected + slot, total)
-    # this program must have read all counts before it reports completion
+    # all threads must have read the counts before the program counts as arrived
     tl.debug_barrier()
     if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == R - 1:
         tl.store(arrived, 0)

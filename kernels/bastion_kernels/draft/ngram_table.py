@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hash table of n-grams, and the ring of other requests' replies whose n-grams it has, too.
+"""A hash table of n-grams, and the ring of ended replies, whose n-grams it also has.
 
 For each n-gram of `LENGTHS` tokens of a request's text the table has the latest position behind it.
-An entry is a number that counts lookups and requests, and the position. The largest entry keeps its
-place, in whatever order they are written, so all ranks have the same table. An entry that another
-n-gram has overwritten, or whose text is gone, costs a draft at most: who reads one compares tokens.
+An entry has a clock, which counts lookups and requests, in the bits above the position. Of entries
+for one place the largest stays, whatever the order of writes, so all ranks have the same table. A
+collision or an entry whose text is gone costs a draft at most, because readers compare tokens.
 
-The ring has the last replies of requests that have ended, each followed by a token of no group. Its
-n-grams are those of a group: requests of other groups do not find them, and a token of another
-group equals none.
+The ring has the last replies of requests that have ended, each followed by a separator of group 0.
+Their n-grams are hashed with their group, and a token of another group never matches, so a request
+finds replies of its own group only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LENGTHS = (2, 4, 8, 16, 32)
 SHORTEST, LONGEST = LENGTHS[0], LENGTHS[-1]
 # bits of a position in an entry
 PLACE_BITS = 24
-# Hashes have 32 bits, which 64-bit products hold. What mixes in tokens, the owner, and bits.
+# Hashes have 32 bits, so that products fit 64: their mask, factors of tokens and owner, final mix.
 WORD, BASE, OWNER_FACTOR, MIX_1, MIX_2 = 2**32 - 1, 0x5BD1E995, 0x165667B1, 0x2C1B3C6D, 0x297A2D39
 OWNER = 2**30 - 1
 # With the longest texts a sixteenth of the table is in use, unless it would exceed 128 MiB.
@@ -49,7 +49,7 @@ def ngram_table(tokens: int, device: torch.device) -> Tensor:
 
 @triton.jit
 def entry_of(b_hash, owner, E):
-    """Where the table has the n-grams with these hashes of a request, by slot, or of a group."""
+    """Entries of the n-grams with these hashes. owner: a request's slot, or a group."""
     b_hash = (b_hash + ((owner & _OWNER) + 1) * _OWNER_FACTOR) & _WORD
     b_hash = ((b_hash ^ (b_hash >> 16)) * _MIX_1) & _WORD
     b_hash = ((b_hash ^ (b_hash >> 15)) * _MIX_2) & _WORD
@@ -98,7 +98,7 @@ def _keep_kernel(
     stride_history_s,
     BLOCK: tl.constexpr,
 ):
-    """Grid: (1,), because each reply begins where the one before has ended."""
+    """Grid: (1,), because each reply begins where the one before it ends."""
     at = tl.load(head)
     number = tl.load(clock) << _PLACE_BITS
     for i_r in range(R):

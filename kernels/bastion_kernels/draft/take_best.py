@@ -120,9 +120,9 @@ def _take_kernel(
 class TakeBest(Op):
     """Lay out a step with the `total` best nodes of all requests.
 
-    For a step whose size the host has fixed: exactly min(total, sum of min(limit, N) over the
-    active rows) nodes are taken, whatever their scores. Columns of score -inf count as nodes and
-    come last. Ties go to the lower row.
+    The host has fixed the step's size, so exactly min(total, sum of min(limit, N) over the active
+    rows) nodes are taken, whatever their scores. Columns of score -inf count as nodes and come
+    last. Ties go to the lower row.
 
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit together, or a negative total.

@@ -10,9 +10,9 @@ NaN ranks as -inf; a row with a NaN gets NaN for all its log-probabilities.
 
 Two launches, one warp per program, no sort. `_maxima_kernel` streams the logits once, in chunks of
 2,048. It stores the maximum of every segment of 64, and the mass and the best segment of every
-chunk. `_pop_kernel`, one warp per row, takes the row's best logit K times from the bests of the
-chunks in its registers, and reads the best segment again for what remains. Tokens already taken
-need no record: they precede the last one in the total order.
+chunk. `_pop_kernel`, one warp per row, has the best logit of every chunk in registers. K times it
+takes the best of these, and reads its segment again for the next one. Tokens already taken need no
+record: they precede the last one in the total order.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def _seen(o_r, begin, rows, tail, b_tail_row, p_bits, stride_word, words, BLOCK:
 
 @triton.jit
 def _product(b_weight, b_u, m_seen, b_into):
-    """`b_into + b_weight @ b_u`, NaN where a row sees one that is not finite; others count as 0."""
+    """`b_into + b_weight @ b_u`; NaN in rows that see a non-finite value, which others ignore."""
     m_lost = (tl.abs(b_u) < float("inf")) == 0
     b_lost = tl.dot(m_seen.to(tl.float16), m_lost.to(tl.float16))
     b_u = tl.where(m_lost, 0.0, b_u)

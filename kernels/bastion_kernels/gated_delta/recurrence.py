@@ -12,9 +12,9 @@ Unrolled back to the state S before the step, with G_i the sum of g over i and i
 
 This is one unit lower-triangular solve per head, masked by the ancestor bits. g <= 0, so no
 exponential along a path exceeds 1. G is summed in float64: after a gate that forgets nearly
-everything, G_i - G_j would cancel in fp32. Rows are visible to each other as in `tree_attention`;
-chains, a chain before a tree, and trees need no distinction. `gated_delta_commit` advances the
-state along the accepted rows, the last of which is a:
+everything, G_i - G_j would cancel in fp32. Rows see each other as in `tree_attention`; chains, a
+chain before a tree, and trees need no distinction. `gated_delta_commit` advances the state along
+the accepted rows, the last of which is a:
 
     S <- e^{G_a} S + sum_{j accepted} e^{G_a - G_j} k_j u_j^T
 

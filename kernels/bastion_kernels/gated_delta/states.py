@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states of all layers of a model, for ops that move all of them in one launch."""
+"""The states of all layers of a model, for ops that advance all of them in one launch."""
 
 from __future__ import annotations
 
