@@ -66,6 +66,8 @@ def test_k_fits_the_step_the_largest_graph_and_the_cache(
     assert plan.arm == (Arm.TREE if expected else Arm.PLAIN)
     rows = min(core.max_num_scheduled_tokens, engine.get("graph", 1 << 20))
     assert reqs * (1 + expected) <= max(rows, reqs)
+    if expected == 0 and "config" not in engine:
+        assert schedule(core).reason == "no room for drafts"
 
 
 def test_the_arms_of_an_engine() -> None:

@@ -265,8 +265,8 @@ def _choose(scheduler: Any, reqs: int, prompts: list[Any]) -> Choice:
     num_drafts = most_in_step(scheduler, reqs)
     in_cache = most_in_cache(scheduler, num_drafts, scheduler.running)
     num_drafts = num_drafts if in_cache is None else max(in_cache, default=num_drafts)
-    free = scheduler.max_num_scheduled_tokens - reqs
-    if free <= 0 or prompt_tokens(scheduler, free, prompts) >= free:
+    free = max(scheduler.max_num_scheduled_tokens - reqs, 1)
+    if prompt_tokens(scheduler, free, prompts) >= free:
         return Choice(Arm.PLAIN, "prompts wait", prompts_wait=True)
     if not wants_drafts(scheduler):
         return Choice(Arm.PLAIN, "no request can use drafts")
