@@ -29,6 +29,7 @@ def test_numbers_that_do_not_fit_are_named(step: Step) -> None:
     refuses(r"k must be in 1\.\.257, got 0", topk_logprobs, logits, 0, *(t[:, :0] for t in top))
     _, (tokens, rows, _, *rest), _ = step.ops["expand by transitions"]
     refuses("top_k >= 1", expand_best_first, tokens, rows, 0, *rest)
+    refuses("got 0, 0", expand_best_first, tokens[:, :0], rows[:, :0], 2, *rest)
     refuses("P is 1 or M = 4, got 2", expand_best_first, tokens, rows[:, :, :2], 2, *rest)
     _, (*given, _, starts, ends, scratch), _ = step.ops["size"]
     refuses("total must be at least 0, got -1", take_best, *given, -1, starts, ends, scratch)

@@ -97,8 +97,8 @@ class ExpandBestFirst(ReadsCandidates):
         ReadsCandidates.check(self)
         (depth, width), limit = self.candidates.shape[1:], self.parents.shape[1]
         length = depth if self.ngram_tokens is None else self.ngram_tokens.shape[1]
-        if not depth <= length <= 254:
-            raise ValueError(f"{self.name}: D <= L <= 254, got {depth}, {length}")
+        if not max(depth, 1) <= length <= 254:  # the kernel reads the first row
+            raise ValueError(f"{self.name}: 1, D <= L <= 254, got {depth}, {length}")
         if limit > 4096 or width > 255 or self.top_k < 1:
             raise ValueError(
                 f"{self.name}: N <= 4096, M <= 255, top_k >= 1, got {limit}, {width}, {self.top_k}"
