@@ -30,7 +30,7 @@ _SAMPLES, _FEW = 12, 8
 _ALLOWANCE, _EXPLORATION_STEPS, _INTERVAL = 1 / 128, 2, 16
 # Once, an arm that was unused for 128 steps is explored whatever that is expected to cost.
 _FREE, _WAIT = 1, 128
-# Steps of an arm that must have verified drafts before its y is trusted.
+# Steps in which an arm must have verified drafts before its y is trusted.
 _TRUSTED = 3
 # A time above this multiple of the median is an outlier: the process may have been stopped.
 _OUTLIER = 2.0

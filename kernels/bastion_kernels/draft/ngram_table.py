@@ -2,9 +2,9 @@
 """A hash table of n-grams, and the ring of ended replies, whose n-grams it also has.
 
 For each n-gram of `LENGTHS` tokens of a request's text the table has the latest position behind it.
-An entry has a clock, which counts lookups and requests, in the bits above the position. Of entries
-for one place the largest stays, whatever the order of writes, so all ranks have the same table. A
-collision or an entry whose text is gone costs a draft at most, because readers compare tokens.
+An entry has a clock, which counts lookups and requests, in the bits above the position. The larger
+of two entries stays, whatever the order of writes, so all ranks have the same table. A collision,
+or an entry whose text is gone, costs a draft at most, because readers compare tokens.
 
 The ring has the last replies of requests that have ended, each followed by a separator of group 0.
 Their n-grams are hashed with their group, and a token of another group never matches, so a request
