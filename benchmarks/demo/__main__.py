@@ -17,14 +17,7 @@ from transformers import AutoTokenizer
 import benchmarks.demo
 from benchmarks import parser_of
 from benchmarks.chat import Renderer
-from benchmarks.demo.pages import (
-    Streamed,
-    print_notes,
-    print_numbers,
-    print_same,
-    print_tree,
-    title,
-)  # fmt: skip
+from benchmarks.demo import pages
 from benchmarks.e2e.methods import Target, method_of
 from benchmarks.harness.driver import Response, start_driver
 from benchmarks.harness.engine import Engine, Request
@@ -86,7 +79,7 @@ def decode(
             process.call("drive", [replace(requests[0], max_tokens=_WARM_UP_TOKENS)], 1)
             process.answer()
             process.call("drive", list(requests), 1, math.inf, shown)
-            page = Streamed(tokenizer, name, list(_ASKED), list(_ASKED.values()))
+            page = pages.Streamed(tokenizer, name, list(_ASKED), list(_ASKED.values()))
             run = process.answer(items=page) if shown else process.answer()
             page.end()
             trees: list[SeenTree] = []
@@ -104,11 +97,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CannotFetch as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(title("Three questions, three engines: vLLM on this CPU with SmolLM2-135M-Instruct"))
+    print(pages.title("Three questions, three engines: vLLM on this CPU, SmolLM2-135M-Instruct"))
     busy = psutil.cpu_percent(interval=1.0)
-    note = f"Other processes use {busy:.0f}% of this machine: the seconds of this run mean nothing."
     if busy >= 25:
-        print(note, flush=True)
+        print(f"Other processes use {busy:.0f}% of this machine: this run's seconds mean nothing.")
     requests, runs, seen = requests_of(folder), dict[str, list[Response]](), list[SeenTree]()
     # bastion times its steps while it starts, so nothing else runs then.
     for names in (("plain", "dflash"), ("bastion",)):
@@ -120,12 +112,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, run, _ in decode(("plain", "bastion"), folder, "float32", requests[:1], False)
     }
     tokenizer = Tokenizer.from_file(str(folder / "target" / "tokenizer.json"))
-    print_same(requests[0].name, tokenizer, exact)
-    print_numbers(list(_ASKED), runs)
-    print_notes(NODES, CHAIN)
-    if busy >= 25:
-        print(note)
-    print_tree(tokenizer, list(_ASKED), seen)
+    pages.print_same(requests[0].name, tokenizer, exact)
+    pages.print_numbers(list(_ASKED), runs)
+    pages.print_notes(NODES, CHAIN)
+    pages.print_tree(tokenizer, list(_ASKED), seen)
     return 0
 
 

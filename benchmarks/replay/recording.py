@@ -5,8 +5,7 @@ A recording holds, per request, its prompt and the tokens that the target emitte
 drafter's top-K at every drafted depth. Decoding is lossless and its noise is keyed by position, so
 the emitted tokens do not depend on the verified tree, and the drafter's output depends on the
 prefix alone. With a step recorded at *every* position, any policy can be replayed without a model.
-It was recorded from an engine that verified nothing (one token per step), and whose target ran
-`depth + 1` tokens past the last step.
+The target emits `depth + 1` tokens past the last step. `benchmarks.smollm2.record` makes one.
 
 One `.npz` (deflated) with, for Q requests, M steps, D depths and K candidates:
 
@@ -21,7 +20,6 @@ One `.npz` (deflated) with, for Q requests, M steps, D depths and K candidates:
     tokens            [sum]     int32
     step_requests     [M]       int32    which request
     step_positions    [M]       int32    p >= 1: emitted so far; the root is token p - 1
-    context_lens      [M]       int32    cached tokens before the root: prompt_len + p - 1
     topk_tokens       [M, D, K] uint16   best first
     topk_logprobs     [M, D, K] float16  log-probabilities, non-increasing over K
 

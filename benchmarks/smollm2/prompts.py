@@ -58,11 +58,8 @@ def from_packages() -> dict[str, list[str]]:
     prompts: dict[str, list[str]] = {"code": [], "text": [], "edit": []}
     random = Random(4)
     for source, piece in pieces:
-        if source == "code":
-            prompt = SETS["humaneval"].turns({"prompt": piece})[0]
-        else:
-            prompt = f"{random.choice(_INSTRUCTIONS[source])}\n\n{piece}"
-        prompts[source].append(prompt)
+        whole = piece if source == "code" else f"{random.choice(_INSTRUCTIONS[source])}\n\n{piece}"
+        prompts[source].append(whole)
     found.write_text(json.dumps(prompts))
     return prompts
 
@@ -90,7 +87,7 @@ def _pieces(root: Path) -> Iterator[tuple[str, str]]:
                 public = not node.name.startswith("_") and not node.decorator_list
                 if public and 60 < len(text) < 700:
                     node.body = node.body[:1]
-                    yield "code", ast.unparse(node)
+                    yield "code", SETS["humaneval"].turns({"prompt": ast.unparse(node)})[0]
 
 
 def own(count: int) -> list[str]:

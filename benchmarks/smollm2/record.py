@@ -44,8 +44,7 @@ def drafts(target: Target, drafter: Drafter, reply: Reply) -> tuple[np.ndarray, 
         states = drafter(target, features, roots, at)
         scores = drafter.logits(target, states, roots)[0].float().log_softmax(-1)
     best, places = scores.topk(TOP_K)
-    words = drafter.vocabulary
-    tokens = places if words is None else words[places]
+    tokens = places if drafter.vocabulary is None else drafter.vocabulary[places]
     return tokens.numpy(), best.numpy()
 
 
@@ -58,19 +57,17 @@ def record(target: Target, drafter: Drafter, many: Sequence[tuple[Prompt, Reply]
     prompts = [reply.ids[: reply.first + 1] for _, reply in many]
     replies = [reply.ids[reply.first + 1 :] for _, reply in many]
     positions = np.concatenate([np.arange(1, size + 1) for size in sizes])
-    lengths = np.array([len(ids) for ids in prompts])
     return {
         "version": FORMAT,
         "request_ids": [prompt.id for prompt, _ in many],
         "domains": [prompt.set for prompt, _ in many],
         "temperatures": np.zeros(len(many), np.float32),
-        "prompt_lens": lengths.astype(np.int32),
+        "prompt_lens": np.array([*map(len, prompts)], np.int32),
         "prompts": np.concatenate(prompts).astype(np.int32),
         "token_offsets": np.cumsum([0, *map(len, replies)]),
         "tokens": np.concatenate(replies).astype(np.int32),
         "step_requests": np.repeat(np.arange(len(many)), sizes).astype(np.int32),
         "step_positions": positions.astype(np.int32),
-        "context_lens": (np.repeat(lengths, sizes) + positions - 1).astype(np.int32),
         "topk_tokens": np.concatenate([tokens for tokens, _ in found]).astype(np.uint16),
         "topk_logprobs": np.concatenate([logprobs for _, logprobs in found]).astype(np.float16),
     }
@@ -80,8 +77,8 @@ def taus(recording: Recording) -> Iterator[tuple[str, list[float]]]:
     """Of each domain tau of the chain, then of fixed trees of BUDGETS nodes."""
     corpus = Corpus(recording, max(BUDGETS))
     right = (target_ranks(recording) == 0).cumprod(1).sum(1)
-    of_budgets = [lambda step, n=n: corpus.tree(step).accepted(n) for n in BUDGETS]
-    policies: list[Callable[[int], int]] = [lambda step: int(right[step]), *of_budgets]
+    trees = (lambda step, n=n: corpus.tree(step).accepted(n) for n in BUDGETS)
+    policies: list[Callable[[int], int]] = [right.tolist().__getitem__, *trees]
     for domain, requests in corpus.domains.items():
         found = []
         for accepted in policies:
@@ -101,7 +98,7 @@ def main() -> None:
     parser.add_argument("--data", nargs="+", default=[], metavar="SET=FILE")
     parser.add_argument("--jsonl", nargs="+", type=Path, default=[], help="own prompts, Spec-Bench")
     parser.add_argument("--samples", type=int, default=24, help="prompts of each set")
-    parser.add_argument("--tokens", type=int, default=256, help="most tokens of a reply")
+    parser.add_argument("--tokens", type=int, default=256, help="of a reply")
     parser.add_argument("--drafters", nargs="+", type=Path, default=[pair_folder() / "drafter"])
     parser.add_argument("--out", type=Path, help="the recording of the last drafter")
     args = parser.parse_args()

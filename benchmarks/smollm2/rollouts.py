@@ -104,7 +104,6 @@ def shards(
     """(name, function that makes the replies) without end; `size`: conversations of a shard."""
     tok = engine.llm.get_tokenizer()
     texts = {"gsm8k": prompts.gsm8k(file), **prompts.from_packages()}
-    print({name: len(found) for name, found in texts.items()}, flush=True)
 
     render = Renderer(tok, raw=False, limit=PROMPT)
 

@@ -46,9 +46,8 @@ def replies_of(
         for i, name in enumerate(batch.req_ids):
             begin, end, computed = bounds[i], bounds[i + 1], int(batch.num_computed_tokens_np[i])
             rows = {n: v[begin:end] if n == "features" else v[i] for n, v in states.items()}
-            # The engine adds a suffix to a request's name.
             where = slice(computed, computed + end - begin)
-            parts[name.split("-")[0]].append((where, rows))
+            parts[name.split("-")[0]].append((where, rows))  # the engine adds a suffix
     found = []
     for name, (prompt, reply) in asked.items():
         ids, computed = [*prompt, *reply], parts.get(name, [])

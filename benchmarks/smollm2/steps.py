@@ -7,7 +7,9 @@ import argparse
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks.tiny.drafter import Drafter, Selector
 from benchmarks.tiny.model import Target
 
-DECAY = 4.0  # depth at which a position's weight in the loss has fallen to 1/e
+DECAY = 3.0  # depth at which a position's weight in the loss has fallen to 1/e
 SOFT_LABELS = 0.5  # share of the target's distributions in the labels of greedy rows
 
 
@@ -86,10 +88,10 @@ def _optimisers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     matrices, rest = [], []
     for name, weight in model.named_parameters():
         if weight.requires_grad:
-            by_muon = weight.dim() == 2 and Selector.name not in name
-            (matrices if by_muon else rest).append(weight)
-    muon = {"lr": lr, "weight_decay": 0.02, "adjust_lr_fn": "match_rms_adamw"}
-    found: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, **muon)] if matrices else []
+            muon = weight.dim() == 2 and Selector.name not in name
+            (matrices if muon else rest).append(weight)
+    keys = {"lr": lr, "weight_decay": 0.02, "adjust_lr_fn": "match_rms_adamw"}
+    found: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices, **keys)] if matrices else []
     return [*found, torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.98), weight_decay=0.0)]
 
 
@@ -102,23 +104,26 @@ def _steps(
     """
     optimisers = _optimisers(model, args.lr)
     seconds, begin = args.seconds or float("inf"), time.monotonic()
-    path, first = args.work / f"{name}.ckpt", 0
+    path, step = args.work / f"{name}.ckpt", 0
     if path.exists():
         state = torch.load(path, map_location=args.device)
-        first = state["step"]
+        step = state["step"]
         model.load_state_dict(state["model"])
         for optimiser, saved in zip(optimisers, state["opts"], strict=True):
             optimiser.load_state_dict(saved)
-    for step in range(first, args.steps):
-        done = max(step / args.steps, (time.monotonic() - begin) / seconds)
-        if done >= 1:
-            break
+    while (done := max(step / args.steps, (time.monotonic() - begin) / seconds)) < 1:
         # Warm up for 40 steps, hold for 40% of the run, then decay linearly to zero.
         factor = min(1.0, (step + 1) / 40, (1 - done) / 0.6)
         for optimiser in optimisers:
             for group in optimiser.param_groups:
                 group["lr"] = args.lr * factor
         yield step, optimisers
-        if (step + 1) % (50 if args.device == "cpu" else 1000) == 0:
-            saved = [optimiser.state_dict() for optimiser in optimisers]
-            torch.save({"step": step + 1, "model": model.state_dict(), "opts": saved}, path)
+        step += 1
+        if step % (50 if args.device == "cpu" else 1000) == 0:
+            _save(path, step, model, optimisers)
+    _save(path, step, model, optimisers)
+
+
+def _save(path: Path, step: int, model: nn.Module, optimisers: list[Any]) -> None:
+    saved = [optimiser.state_dict() for optimiser in optimisers]
+    torch.save({"step": step, "model": model.state_dict(), "opts": saved}, path)

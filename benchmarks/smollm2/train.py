@@ -61,8 +61,8 @@ def to_train(drafter: Path, words: Tensor) -> Drafter:
 def with_selector(drafter: Path, known: Path) -> Drafter:
     """A folder's drafter, frozen and with the whole vocabulary, and the selector of another's."""
     model = load_drafter(drafter).requires_grad_(False)
-    model.vocabulary, selector = None, load_drafter(known).head
-    model.add_module(Selector.name, selector)
+    model.vocabulary = None
+    model.add_module(Selector.name, load_drafter(known).head)
     return model
 
 
@@ -74,12 +74,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16, help="replies of a step")
     parser.add_argument("--anchors", type=int, default=16, help="blocks of a reply")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--selector", action="store_true", help="a DFlash2 selector alone")
     parser.add_argument("--export", action="store_true", help="only write the checkpoint's drafter")
     parser.add_argument("--publish", action="store_true", help="write it to this repository too")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
     folder, source = pair_folder(), fetch()
     args.work = folder / "training"
     args.work.mkdir(parents=True, exist_ok=True)
