@@ -292,13 +292,9 @@ class Widening:
 
 
 _SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
     "head_dim",
-)
+)  # fmt: skip
 
 
 def _pad(weight: Tensor, *sizes: int) -> Tensor:

@@ -59,13 +59,14 @@ def engine_of(name: str, folder: Path, dtype: str) -> Engine:
 
 
 def decode(
-    names: Sequence[str], folder: Path, dtype: str, requests: Sequence[Request], shown: bool
-) -> Iterator[tuple[str, list[Response], list[SeenTree]]]:
-    """Of each engine its name, its responses, and the trees that it verified.
+    names: Sequence[str], folder: Path, dtype: str, requests: Sequence[Request],
+    shown_by: Tokenizer | None = None,
+) -> Iterator[tuple[str, list[Response], list[SeenTree]]]:  # fmt: skip
+    """Start engines and yield of each its name, its responses, and the trees that it verified.
 
-    They import vLLM and read their models side by side, then decode one after another.
+    They import vLLM and read their models side by side, then decode one after another. `shown_by`
+    prints replies as they are emitted.
     """
-    tokenizer = Tokenizer.from_file(str(folder / "target" / "tokenizer.json"))
     print(f"Starting {' and '.join(names)} in {dtype}", flush=True)
     engines = {name: engine_of(name, folder, dtype) for name in names}
     with ExitStack() as stack:
@@ -78,10 +79,13 @@ def decode(
         for name, process in started.items():
             process.call("drive", [replace(requests[0], max_tokens=_WARM_UP_TOKENS)], 1)
             process.answer()
-            process.call("drive", list(requests), 1, math.inf, shown)
-            page = pages.Streamed(tokenizer, name, list(_ASKED), list(_ASKED.values()))
-            run = process.answer(items=page) if shown else process.answer()
-            page.end()
+            process.call("drive", list(requests), 1, math.inf, shown_by is not None)
+            if shown_by is None:
+                run = process.answer()
+            else:
+                shown = pages.Streamed(shown_by, name, list(_ASKED), list(_ASKED.values()))
+                run = process.answer(items=shown)
+                shown.end()
             trees: list[SeenTree] = []
             if name == "bastion":
                 process.call("probed")
@@ -101,17 +105,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     busy = psutil.cpu_percent(interval=1.0)
     if busy >= 25:
         print(f"Other processes use {busy:.0f}% of this machine: this run's seconds mean nothing.")
+    tokenizer = Tokenizer.from_file(str(folder / "target" / "tokenizer.json"))
     requests, runs, seen = requests_of(folder), dict[str, list[Response]](), list[SeenTree]()
     # bastion times its steps while it starts, so nothing else runs then.
     for names in (("plain", "dflash"), ("bastion",)):
-        for name, run, trees in decode(names, folder, "bfloat16", requests, True):
+        for name, run, trees in decode(names, folder, "bfloat16", requests, tokenizer):
             runs[name] = run
             seen += trees
     exact = {
         name: run[0].token_ids
-        for name, run, _ in decode(("plain", "bastion"), folder, "float32", requests[:1], False)
+        for name, run, _ in decode(("plain", "bastion"), folder, "float32", requests[:1])
     }
-    tokenizer = Tokenizer.from_file(str(folder / "target" / "tokenizer.json"))
     pages.print_same(requests[0].name, tokenizer, exact)
     pages.print_numbers(list(_ASKED), runs)
     pages.print_notes(NODES, CHAIN)

@@ -10,7 +10,7 @@ The target emits `depth + 1` tokens past the last step. `benchmarks.smollm2.reco
 One `.npz` (deflated) with, for Q requests, M steps, D depths and K candidates:
 
     version           ()        int32    FORMAT
-    meta              ()        str      JSON: models, vLLM version, command, seed
+    meta              ()        str      JSON: provenance
     request_ids       [Q]       str
     domains           [Q]       str
     temperatures      [Q]       float32

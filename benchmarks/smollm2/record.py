@@ -10,6 +10,7 @@ decoding is lossless and a draft depends on the prefix alone.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from benchmarks import parser_of
 from benchmarks.chat import Renderer
 from benchmarks.e2e.data import load_set
 from benchmarks.prompts import Prompt, load_jsonl
+from benchmarks.provenance import command_line, provenance
 from benchmarks.replay.recording import FORMAT, Recording, load_recording
 from benchmarks.replay.simulation import Corpus
 from benchmarks.replay.trees import target_ranks
@@ -50,8 +52,7 @@ def drafts(target: Target, drafter: Drafter, reply: Reply) -> tuple[np.ndarray, 
 
 def record(target: Target, drafter: Drafter, many: Sequence[tuple[Prompt, Reply]]) -> dict:
     """The arrays of a recording, without its note of provenance."""
-    depth = drafter.block_size - 1
-    many = [one for one in many if len(one[1].ids) - one[1].first > depth + 3]
+    many = [one for one in many if len(one[1].ids) - one[1].first > drafter.block_size + 2]
     found = [drafts(target, drafter, reply) for _, reply in many]
     sizes = [len(tokens) for tokens, _ in found]
     prompts = [reply.ids[: reply.first + 1] for _, reply in many]
@@ -109,10 +110,11 @@ def main() -> None:
     render = Renderer(engine.llm.get_tokenizer(), raw=False, limit=PROMPT)
     replies = engine([render.ids(one, []) for one in prompts], 0.0, args.tokens)
     target = load_target(fetch()).requires_grad_(False).bfloat16()
+    meta = json.dumps(provenance(command_line("benchmarks.smollm2.record", sys.argv[1:])))
     for folder in args.drafters:
         arrays = record(target, load_drafter(folder), list(zip(prompts, replies, strict=True)))
         out = args.out or pair_folder() / "recording.npz"
-        np.savez_compressed(out, meta=json.dumps({"drafter": folder.name}), **arrays)
+        np.savez_compressed(out, meta=meta, **arrays)
         for domain, found in taus(load_recording(out)):
             print(folder.name, domain, *(f"{tau:.3f}" for tau in found))
 

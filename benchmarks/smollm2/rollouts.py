@@ -30,7 +30,6 @@ from benchmarks.tiny.model import feature_layers
 # Source and temperature: one shard of each in turn.
 ROUND = ["gsm8k 0", "own 0", "code 0", "text 0", "own 1", "gsm8k 1", "edit 0", "own 0", "code 1"]
 REPLY, INSTRUCTION, PROMPT = 320, 160, 1200  # most tokens
-CONTEXT = 2048
 SECOND_TURNS = 0.25  # of a shard of own instructions: conversations with a second turn
 
 
@@ -44,7 +43,7 @@ class Engine:
 
         cpu = current_platform.is_cpu()
         memory = {"kv_cache_memory_bytes": 4 << 30} if cpu else {"gpu_memory_utilization": 0.1}
-        sizes = {"max_num_seqs": 128 if cpu else 512, "max_model_len": CONTEXT, **memory}
+        sizes = {"max_num_seqs": 128 if cpu else 512, "max_model_len": 2048, **memory}
         defaults = {"dtype": "bfloat16", "enable_prefix_caching": False, **sizes}
         self.llm = LLM(
             str(folder), seed=seed, enforce_eager=True, disable_log_stats=True, **defaults | options

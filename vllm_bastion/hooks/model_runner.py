@@ -134,8 +134,8 @@ class BastionModelRunner(GPUModelRunner):
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
         """Let the memory profile count the largest step's logits and their float32 copy.
 
-        vLLM's run has one row for each request. A CPU engine's cache does not
-        depend on memory in use.
+        vLLM's run has one row for each request. On a CPU the KV cache does not depend on memory in
+        use.
         """
         super()._dummy_sampler_run(hidden_states)
         if not current_host().runs_ahead:
