@@ -98,12 +98,11 @@ class Engine:
 
 
 def shards(
-    engine: Engine, file: Path | None, sources: Sequence[str], size: int
+    engine: Engine, file: Path | None, sources: Sequence[str], size: int, first: int
 ) -> Iterator[tuple[str, Any]]:
     """(name, function that makes the replies) without end; `size`: conversations of a shard."""
     tok = engine.llm.get_tokenizer()
     texts = {"gsm8k": prompts.gsm8k(file), **prompts.from_packages()}
-
     render = Renderer(tok, raw=False, limit=PROMPT)
 
     def asked(source: str, temperature: float, number: int) -> list[Reply]:
@@ -127,7 +126,7 @@ def shards(
         second = instruct([ids + again for ids in ended[: int(SECOND_TURNS * size)]])
         return rows + engine(second, temperature, REPLY)
 
-    numbers = dict.fromkeys(prompts.SOURCES, 0)
+    numbers = dict.fromkeys(prompts.SOURCES, first)
     while True:
         for source, temperature in (one.split() for one in ROUND):
             if source in sources:
@@ -144,12 +143,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=float, default=3e6, help="of replies, all shards together")
     parser.add_argument("--sources", nargs="+", choices=prompts.SOURCES, default=prompts.SOURCES)
     parser.add_argument("--shard", type=int, default=512, help="conversations of a shard")
+    parser.add_argument("--first", type=int, default=0, help="number of each source's first shard")
     args = parser.parse_args()
     folder = pair_folder() / "states"
     folder.mkdir(parents=True, exist_ok=True)
     engine = Engine(fetch(), seed=len(list(folder.glob("*.pt"))))
     total = 0
-    for name, make in shards(engine, args.gsm8k, args.sources, args.shard):
+    for name, make in shards(engine, args.gsm8k, args.sources, args.shard, args.first):
         path = folder / name
         if path.exists():
             shard = torch.load(path, mmap=True)

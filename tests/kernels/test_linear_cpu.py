@@ -7,12 +7,13 @@ import pytest
 import torch
 from op_helpers import using_threads
 
-from bastion_kernels.cpu.linear import can_multiply, linear_cpu, pack_weight
+from bastion_kernels.cpu.linear import can_multiply, can_multiply_int8, linear_cpu, pack_weight
 
-pytestmark = pytest.mark.skipif(not can_multiply(), reason="for CPUs that multiply bfloat16 pairs")
+pytestmark = pytest.mark.skipif(not can_multiply(), reason="for CPUs whose product is ours")
 
 
-# More than 24 rows take several passes, more than 4096 of K two parts, and 3000 rows two blocks.
+# More than 24 rows (AVX2: 6) take several passes, more than 4096 of K two parts, 3000 rows two
+# blocks.
 @pytest.mark.parametrize("rows", [1, 2, 17, 24, 25, 33, 65, 300, 3000])
 @pytest.mark.parametrize(("outer", "inner"), [(16, 2), (160, 66), (1024, 192), (48, 9000)])
 @pytest.mark.parametrize("biased", [False, True])
@@ -59,6 +60,7 @@ def test_rows_of_any_layout() -> None:
     assert torch.equal(linear_cpu(x.t().contiguous().t(), packed, None), expected)
 
 
+@pytest.mark.skipif(not can_multiply_int8(), reason="for CPUs that multiply int8")
 @pytest.mark.parametrize("rows", [1, 16, 25, 65, 3000])
 @pytest.mark.parametrize(("outer", "inner"), [(16, 4), (1024, 192), (48, 9000)])
 def test_int8(rows: int, outer: int, inner: int) -> None:

@@ -160,7 +160,7 @@ CASES = (
     Case("exact", "adaptive, exact", _bastion(31, "adaptive", budget_timing="exact"), waits=1.0),
     Case("lagged", "adaptive, lagged, no lookup", _bastion(31, "adaptive", lookup=False)),
     Case("lookup", "adaptive, lagged, lookup", _bastion(31, "adaptive")),
-    Case("ngram", "n-gram drafts alone", _bastion(31, "adaptive"), arm=Arm.NGRAM),
+    Case("ngram", "n-gram drafts alone", _bastion(31, "adaptive", ngram_cache=512), arm=Arm.NGRAM),
     Case("dflash2", "DFlash2, N = 16", _bastion(16, 16, model=TINY / "dflash2")),
     Case("dspark", "DSpark, lagged", _bastion(15, "adaptive", model=TINY / "dspark")),
     Case("plain-piecewise", "FULL_AND_PIECEWISE: plain", **_PIECEWISE),

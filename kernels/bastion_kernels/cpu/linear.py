@@ -18,8 +18,13 @@ _PART = 4096  # rows of a weight rounded at once, in fp32
 
 @lru_cache
 def can_multiply() -> bool:
-    """Whether this CPU has AVX-512 BF16 but no AMX (oneDNN is faster with AMX)."""
-    return can_multiply_int8() and not torch.cpu._is_amx_tile_supported()
+    """Whether bf16 products of few rows are fast here: AVX-512 BF16 without AMX, or AVX2 alone.
+
+    With AMX oneDNN is faster. Other CPUs with AVX-512 were not measured.
+    """
+    if torch.cpu._is_avx512_supported():
+        return can_multiply_int8() and not torch.cpu._is_amx_tile_supported()
+    return torch.cpu._is_avx2_supported() and _is_compiled()
 
 
 @lru_cache
@@ -27,7 +32,11 @@ def can_multiply_int8() -> bool:
     """Whether this CPU has AVX-512 BF16 and VNNI."""
     if not (torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_vnni_supported()):
         return False
-    # An old compiler may lack the instructions.
+    return _is_compiled()
+
+
+def _is_compiled() -> bool:
+    """Whether the library has the op: an old compiler may lack the instructions."""
     return library.problem() is None and hasattr(library.load(), "bastion_register_linear")
 
 
