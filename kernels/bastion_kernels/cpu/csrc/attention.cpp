@@ -35,7 +35,7 @@ Ints live(int64_t index, int64_t begin, int64_t end) {
 }
 
 void store_bf16(uint16_t* to, Floats x) {
-  typedef uint16_t Halves __attribute__((vector_size(32)));
+  typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
   const Ints bits = bit_cast<Ints>(x);
   const Ints rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16;
   const Halves halves = __builtin_convertvector(rounded, Halves);

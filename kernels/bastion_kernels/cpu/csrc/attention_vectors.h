@@ -6,29 +6,51 @@
 
 namespace bastion {
 
+// What the registers hold of C below: with AVX-512 all of it.
+#ifdef __AVX512F__
+constexpr int kHeldRows = 8, kHeldVectors = 2;
+#else
+constexpr int kHeldRows = 4, kHeldVectors = 2;
+#endif
+
+// C = A @ B, plus C if kAdd, for the part of C that the registers hold.
+template <bool kAdd>
+inline void multiply_held(const float* a, int64_t a_row, const float* b, int64_t b_row, float* c,
+                          int64_t c_row, int64_t length) {
+  Floats sums[kHeldRows][kHeldVectors];
+#pragma GCC unroll 8
+  for (int row = 0; row < kHeldRows; ++row) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kHeldVectors; ++v) {
+      sums[row][v] = kAdd ? load(c + row * c_row + kLanes * v) : Floats{};
+    }
+  }
+  for (int64_t i = 0; i < length; ++i) {
+#pragma GCC unroll 8
+    for (int row = 0; row < kHeldRows; ++row) {
+      const Floats number = splat(a[row * a_row + i]);
+#pragma GCC unroll 2
+      for (int v = 0; v < kHeldVectors; ++v) {
+        sums[row][v] += number * load(b + i * b_row + kLanes * v);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int row = 0; row < kHeldRows; ++row) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kHeldVectors; ++v) store(c + row * c_row + kLanes * v, sums[row][v]);
+  }
+}
+
 // C[8, 32] = A[8, length] @ B[length, 32], plus C if kAdd. Rows are `*_row` elements apart.
 template <bool kAdd>
 inline void multiply_8x32(const float* a, int64_t a_row, const float* b, int64_t b_row, float* c,
                           int64_t c_row, int64_t length) {
-  Floats sums[8][2];
-#pragma GCC unroll 8
-  for (int row = 0; row < 8; ++row) {
-    sums[row][0] = kAdd ? load(c + row * c_row) : Floats{};
-    sums[row][1] = kAdd ? load(c + row * c_row + kLanes) : Floats{};
-  }
-  for (int64_t i = 0; i < length; ++i) {
-    const Floats left = load(b + i * b_row), right = load(b + i * b_row + kLanes);
-#pragma GCC unroll 8
-    for (int row = 0; row < 8; ++row) {
-      const Floats number = splat(a[row * a_row + i]);
-      sums[row][0] += number * left;
-      sums[row][1] += number * right;
+  for (int64_t row = 0; row < 8; row += kHeldRows) {
+    for (int64_t column = 0; column < 32; column += kLanes * kHeldVectors) {
+      multiply_held<kAdd>(a + row * a_row, a_row, b + column, b_row, c + row * c_row + column,
+                          c_row, length);
     }
-  }
-#pragma GCC unroll 8
-  for (int row = 0; row < 8; ++row) {
-    store(c + row * c_row, sums[row][0]);
-    store(c + row * c_row + kLanes, sums[row][1]);
   }
 }
 
@@ -104,7 +126,7 @@ class VectorReader {
     if (key_stride_ == kGroup) return;
     for (int64_t c = 0; c < layer_.dim; ++c) {
       __builtin_prefetch(keys + c * key_stride_);
-      __builtin_prefetch(keys + c * key_stride_ + kLanes);
+      __builtin_prefetch(keys + c * key_stride_ + 16);
     }
   }
 
@@ -122,8 +144,9 @@ class VectorReader {
     }
     float* to = panel_keys(group);
     for (int64_t c = 0; c < dim; ++c) {
-      store(to + kGroup * c, widen(key + c * page));
-      store(to + kGroup * c + kLanes, widen(key + c * page + kLanes));
+      for (int64_t i = 0; i < kGroup; i += kLanes) {
+        store(to + kGroup * c + i, widen(key + c * page + i));
+      }
     }
     to = panel_values(group);
     for (int64_t i = 0; i < (with_values ? count * dim : 0); i += kLanes) {

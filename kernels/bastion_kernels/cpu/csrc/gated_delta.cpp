@@ -20,7 +20,7 @@ struct Scratch {
   Buffer<double> decays;
 };
 
-// Products of kRows rows with 16 columns of the state.
+// Products of kRows rows with kLanes columns of the state.
 template <int kRows>
 void multiply(const float* x, int64_t x_stride, const float* state, int64_t state_stride,
               int64_t dim, float* out, int64_t out_stride) {

@@ -10,7 +10,8 @@
 // in registers at once. With more rows the block is read again, from the cache.
 #include "vectors.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) || defined(__AVX2__) && defined(__FMA__)
+#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) || \
+    defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
 
 #include <immintrin.h>
 #include <torch/csrc/stable/library.h>
@@ -174,11 +175,13 @@ struct Bf16Product {
 
   static Sums start(const LinearArgs& args, int64_t block) {
     if (args.bias == nullptr) return {_mm256_setzero_ps(), _mm256_setzero_ps()};
-    return bit_cast<Sums>(widen((const Bf16*)args.bias + kColumns * block));
+    const auto bias = (const Bf16*)args.bias + kColumns * block;
+    return {(__m256)widen(bias), (__m256)widen(bias + kLanes)};
   }
 
   static void finish(const LinearArgs&, int64_t, Sums sums, const float*, uint16_t* out) {
-    const auto numbers = bit_cast<Floats>(sums);
+    alignas(32) float numbers[kColumns];
+    store(numbers, sums);
     for (int64_t i = 0; i < kColumns; ++i) from_float(numbers[i], (Bf16*)out + i);
   }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vectors of 16 float32, and conversions from other formats.
+// Vectors of float32 that fill a register, and conversions from other formats.
 //
-// GCC's and Clang's vector extensions: one 512-bit register on AVX-512, several registers
-// elsewhere.
+// GCC's and Clang's vector extensions: 16 numbers with AVX-512, elsewhere 8. GCC moves a vector that
+// is wider than a register through the stack, which takes many times as long.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +15,23 @@
 
 namespace bastion {
 
+#ifdef __AVX512F__
 constexpr int64_t kLanes = 16;
+#else
+constexpr int64_t kLanes = 8;
+#endif
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 
 inline Floats splat(float x) { return x - Floats{}; }
 inline Ints splat(int32_t x) { return x - Ints{}; }
-inline Ints lane_numbers() { return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+
+inline Ints lane_numbers() {
+  Ints numbers;
+  for (int i = 0; i < kLanes; ++i) numbers[i] = i;
+  return numbers;
+}
 
 inline Floats load(const float* from) {
   Floats x;
@@ -36,16 +45,16 @@ inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 inline float larger(float a, float b) { return a > b ? a : b; }
 
-// Sum and maximum of the lanes, in an order that does not depend on the machine.
+// Sum and maximum of the lanes.
 inline float sum(Floats x) {
-  for (int width = 8; width > 0; width /= 2) {
+  for (int width = kLanes / 2; width > 0; width /= 2) {
     for (int i = 0; i < width; ++i) x[i] += x[i + width];
   }
   return x[0];
 }
 
 inline float largest(Floats x) {
-  for (int width = 8; width > 0; width /= 2) {
+  for (int width = kLanes / 2; width > 0; width /= 2) {
     for (int i = 0; i < width; ++i) x[i] = larger(x[i], x[i + width]);
   }
   return x[0];
@@ -138,7 +147,7 @@ inline void from_float(float x, Fp16* to) {
   to->bits = uint16_t((bits >> 16 & 0x8000) | (doubled > 0xFF000000 ? 0x7E00 : half));
 }
 
-// 16 numbers as float32.
+// kLanes numbers as float32.
 template <class T>
 inline Floats widen(const T* from) {
   Floats x;
@@ -151,13 +160,14 @@ inline Floats widen(const float* from) {
   return load(from);
 }
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 template <>
 inline Floats widen(const Bf16* from) {
-  const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
-  return (Floats)_mm512_slli_epi32(bits, 16);
+  uint16_t bits __attribute__((vector_size(2 * kLanes)));
+  std::memcpy(&bits, from, sizeof(bits));
+  return bit_cast<Floats>(__builtin_convertvector(bits, Ints) << 16);
 }
 
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 template <>
 inline Floats widen(const Fp16* from) {
   return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
