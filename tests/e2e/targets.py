@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,12 @@ _VISION = {
     "out_hidden_size": _SIZES["hidden_size"], "num_position_embeddings": 16,
 }  # fmt: skip
 _GEMMA_4: dict[str, Any] = {
-    "global_head_dim": 64,
-    "sliding_window": 24,
+    "global_head_dim": 64, "sliding_window": 24, "final_logit_softcapping": 30.0,
     "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
-    "final_logit_softcapping": 30.0,
     "tie_word_embeddings": False,  # otherwise every token repeats itself
     "vocab_size_per_layer_input": _SIZES["vocab_size"],
-}
+}  # fmt: skip
+_SHARED_KEYS = {"num_kv_shared_layers": 3, "hidden_size_per_layer_input": 16}
 _ONE_PROJECTION = {
     "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
 }  # fmt: skip
@@ -59,16 +59,22 @@ _ONE_PROJECTION = {
 _IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 VISION_START, VISION_END, IMAGE, _VIDEO = range(1020, 1024)
 _IMAGE_IDS = {
-    "image_token_id": IMAGE,
-    "video_token_id": _VIDEO,
-    "vision_start_token_id": VISION_START,
-    "vision_end_token_id": VISION_END,
-}
+    "image_token_id": IMAGE, "video_token_id": _VIDEO,
+    "vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END,
+}  # fmt: skip
 _QWEN3_VL = {
     "text_config": _SIZES | {"rope_parameters": _MROPE},
     "vision_config": _VISION | {"depth": 3, "deepstack_visual_indexes": [0, 1]},
     **_IMAGE_IDS,
 }
+_MUSE_VISION = {
+    "num_hidden_layers": 1, "num_attention_heads": 2, "output_dim": 128, "adapter_dim": 32,
+}  # fmt: skip
+_MUSE_GLIMMER = {
+    "text_config": _SIZES | {"sliding_window": 24}, "vision_config": _VISION | _MUSE_VISION,
+    "out_hidden_size": 128, "projector_hidden_size": 32, **_IMAGE_IDS,
+}  # fmt: skip
+_MINIMAX_M2 = {**_EXPERTS, "rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True}
 # The sizes of an image that a processor passes on, in pixels: 4 to 16 tokens.
 _PIXELS = {"shortest_edge": 64 * 64, "longest_edge": 128 * 128}
 
@@ -85,13 +91,12 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
         {"text_config": _SIZES | _QWEN3_5, "vision_config": _VISION, **_IMAGE_IDS},
     ),
     "qwen3-vl": ("qwen3_vl", _QWEN3_VL),
+    "muse-glimmer": ("muse_glimmer", _MUSE_GLIMMER),
+    "minimax-m2": ("minimax_m2", _MINIMAX_M2),
     # As the larger models: one projection for keys and values.
     "gemma-4": ("gemma4_text", _GEMMA_4 | _ONE_PROJECTION),
     # As the smaller ones: layers that read other layers' keys, embeddings for each layer.
-    "gemma-4-shared-keys": (
-        "gemma4_text",
-        _GEMMA_4 | {"num_kv_shared_layers": 3, "hidden_size_per_layer_input": 16},
-    ),
+    "gemma-4-shared-keys": ("gemma4_text", _GEMMA_4 | _SHARED_KEYS),
     **{
         f"gpt-oss-window-{window}": ("gpt_oss", {"sliding_window": window, **_EXPERTS, **_MIXED})
         for window in (16, 128)
@@ -102,11 +107,9 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
 HYBRID: dict[str, Any] = {"enable_prefix_caching": False}
 _TEXT_ONLY = {"language_model_only": True}
 _ARGUMENTS: dict[str, dict[str, Any]] = {
-    "qwen3-next": HYBRID,
-    "qwen3.5": HYBRID,
-    "qwen3.5-moe": HYBRID,
+    **dict.fromkeys(("qwen3-next", "qwen3.5", "qwen3.5-moe"), HYBRID),
     "qwen3.5-with-images": HYBRID | _TEXT_ONLY,
-    "qwen3-vl": _TEXT_ONLY,
+    **dict.fromkeys(("qwen3-vl", "muse-glimmer"), _TEXT_ONLY),
 }
 # With images.
 IMAGES: dict[str, Any] = {"limit_mm_per_prompt": {"image": 2, "video": 0}}
@@ -114,10 +117,9 @@ _FP32 = "tests.e2e.gdn_fp32:install"
 _TORCHVISION = "tests.e2e.torchvision_python:install"
 SPEC: dict[str, dict[str, Any]] = {
     "qwen3-next": {"setup": [_FP32]},
-    "qwen3.5": {"setup": [_TORCHVISION, _FP32]},
-    "qwen3.5-moe": {"setup": [_TORCHVISION, _FP32]},
-    "qwen3.5-with-images": {"setup": [_TORCHVISION, _FP32]},
-    "qwen3-vl": {"setup": [_TORCHVISION]},
+    **{name: {"setup": [_TORCHVISION, _FP32]} for name in TARGETS if name.startswith("qwen3.5")},
+    **{name: {"setup": [_TORCHVISION]} for name in ("qwen3-vl", "muse-glimmer")},
+    "minimax-m2": {"setup": ["tests.e2e.targets:route_in_one_group"]},
 }
 
 
@@ -131,6 +133,14 @@ def hybrid_pair() -> tuple[Engine, dict[str, str]]:
     """Plain decoding with the trained hybrid target in bf16, and its drafter as a key."""
     target, drafter = (str(PAIR / "hybrid" / name) for name in ("target", "drafter"))
     return Engine(eager=True).of(model=target, dtype="bfloat16", **HYBRID), {"model": drafter}
+
+
+def route_in_one_group() -> None:
+    """MiniMax's experts, scored by a sigmoid, which vLLM's router on CPUs does in groups only."""
+    from vllm.model_executor.models import minimax_m2 as model
+
+    group = {"use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1}
+    model.FusedMoEFactory = partial(model.FusedMoEFactory, **group)
 
 
 def make_target(name: str, folder: Path, **changes: Any) -> str:
@@ -147,7 +157,7 @@ def make_target(name: str, folder: Path, **changes: Any) -> str:
     config = AutoConfig.for_model(kind, **(settings if with_images else _SIZES | settings))
     torch.manual_seed(0)
     model = loader.from_config(config, dtype=torch.float32)
-    for key, parameter in model.named_parameters():
+    for key, parameter in [*model.named_parameters(), *model.named_buffers()]:
         if "sinks" in key:
             torch.nn.init.normal_(parameter, std=2.0)
         elif "q_norm" in key or "k_norm" in key:
