@@ -96,8 +96,8 @@ def test_a_drafter_of_another_size_of_hidden_states_is_refused(tmp_path: Path) -
 
 def test_a_quantised_drafter_is_left_to_vllm(tmp_path: Path) -> None:
     def packed(tensors: dict[str, torch.Tensor]) -> None:
-        for name in [name for name in tensors if "_proj" in name]:
-            tensors[name] = tensors[name][:, ::2].to(torch.int8)
+        for name in [name for name in tensors if "_proj" in name and ".q_proj" not in name]:
+            tensors[f"{name}_packed"] = tensors.pop(name)[:, ::2].to(torch.int8)
 
     drafter = _copy(tmp_path / "packed", packed)
     assert engine_config((str(TINY / "target"), str(drafter)), _READ) is not None

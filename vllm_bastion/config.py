@@ -27,6 +27,7 @@ from vllm_bastion.checkpoints.drafter_types import (
     gamma_of,
     restore_settings,
 )
+from vllm_bastion.checkpoints.weights import name_whole_layers
 from vllm_bastion.platform import current_host
 
 PREFIX = "bastion_"
@@ -78,6 +79,7 @@ class BastionSpeculativeConfig(SpeculativeConfig):
         super().__post_init__()
         drafter = self.draft_model_config.hf_config
         restore_settings(drafter, self.draft_model_config.model, self.draft_model_config.revision)
+        name_whole_layers(drafter, self.target_model_config.get_total_num_hidden_layers())
         if architectures_of(drafter) != list(drafter.architectures):
             # vLLM loads by name, and the checkpoint's name does not say which model it is.
             drafter.architectures = architectures_of(drafter)

@@ -137,6 +137,14 @@ def test_a_gpu_joins_what_vllm_has_loaded() -> None:
     assert torch.equal(norms, torch.stack([random(8, seed=40 + i) for i in (0, 1)]))
 
 
+def test_nothing_is_joined_of_packed_4_bit_weights() -> None:
+    model = drafter_model(1)
+    attn, model._fused_kv_weight = model.layers[0].self_attn, None
+    del attn.qkv_proj.weight
+    _join(model)
+    assert torch.equal(model._k_norm_weights[0], attn.k_norm.weight)
+
+
 def test_vllm_does_not_join_while_weights_arrive() -> None:
     drafter = nn.Module()
     drafter.model = nn.Module()

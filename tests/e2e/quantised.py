@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny target with quantised weights, in the formats that checkpoints come in.
+"""The tiny pair with quantised weights, in the formats that checkpoints come in.
 
-Every linear layer of the decoder is quantised by rounding to the nearest value; embeddings and the
+Linear layers of the decoder are quantised by rounding to the nearest value; embeddings and the
 output head stay as they are, as in published checkpoints.
 """
 
@@ -19,6 +19,7 @@ from tests.e2e.engines import TARGET
 from tests.e2e.targets import write_quantised
 
 _GROUP = 32  # inputs that share a scale, in 4-bit formats
+_SHIFTS = 4 * torch.arange(8)  # of eight values in a word
 
 # A linear layer's weight [N, K] -> its tensors, by the suffix that the format gives them.
 Quantiser = Callable[[Tensor], dict[str, Tensor]]
@@ -26,8 +27,7 @@ Quantiser = Callable[[Tensor], dict[str, Tensor]]
 
 def _pack(values: Tensor) -> Tensor:
     """Integers of 4 bits [..., 8 n], lowest bits first -> int32 [..., n]."""
-    shifts = 4 * torch.arange(8, dtype=torch.int64)
-    words = (values.long().unflatten(-1, (-1, 8)) << shifts).sum(-1)
+    words = (values.long().unflatten(-1, (-1, 8)) << _SHIFTS).sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
@@ -89,14 +89,37 @@ FORMATS: dict[str, tuple[Quantiser, dict[str, Any]]] = {
 }
 
 
-def make_quantised(name: str, folder: Path) -> str:
-    """Write the tiny target in one of `FORMATS` to a folder."""
+def multiply_w4a16() -> None:
+    """Give vLLM's CPU build the product with 4-bit weights that it has with AVX-512 only."""
+    from vllm import _custom_ops as ops
+
+    def product(input: Tensor, q_weight: Tensor, scales: Tensor, **_: Any) -> Tensor:
+        # Words of the values of eight outputs, [N / 16, K, 2].
+        values = (q_weight.view(len(q_weight), -1, 2, 1) >> _SHIFTS) & 15
+        weight = values.flatten(2).transpose(0, 1).flatten(1) - 8
+        weight = weight * scales.float().repeat_interleave(_GROUP, 0)
+        return (input.float() @ weight).to(input.dtype)
+
+    if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        ops.cpu_gemm_wna16 = product
+
+
+def make_quantised(
+    name: str, folder: Path, model: str = TARGET, layers: tuple[str, ...] = ("_proj",)
+) -> str:
+    """Write the tiny target, or a drafter, in one of `FORMATS` to a folder.
+
+    layers: ends of the names of the quantised ones; the others are listed, as llm-compressor does.
+    """
     quantise, settings = FORMATS[name]
     weights: dict[str, Tensor] = {}
-    for key, weight in load_file(Path(TARGET) / "model.safetensors").items():
-        if not key.endswith("_proj.weight"):
+    ignore = ["lm_head"]
+    for key, weight in load_file(Path(model) / "model.safetensors").items():
+        layer = key.removesuffix(".weight")
+        if not layer.endswith(layers):
             weights[key] = weight
+            ignore += [layer] if weight.ndim == 2 else []
             continue
         for suffix, tensor in quantise(weight.float()).items():
-            weights[f"{key.removesuffix('weight')}{suffix}"] = tensor
-    return write_quantised(weights, settings, folder)
+            weights[f"{layer}.{suffix}"] = tensor
+    return write_quantised(weights, settings | {"ignore": ignore}, folder, model)

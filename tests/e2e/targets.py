@@ -194,13 +194,13 @@ def _add_images(folder: Path) -> None:
         (folder / file).write_text(json.dumps(shared | {key: kind}))
 
 
-def write_quantised(weights: dict[str, torch.Tensor], settings: Any, folder: Path) -> str:
-    """Write the tiny target with these weights and this `quantization_config` to a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(TARGET) / name, folder)
+def write_quantised(
+    weights: dict[str, torch.Tensor], settings: Any, folder: Path, model: str = TARGET
+) -> str:
+    """Write a model with these weights and this `quantization_config` to a folder."""
+    shutil.copytree(model, folder, dirs_exist_ok=True)
     save_file(weights, folder / "model.safetensors")
-    config = json.loads((Path(TARGET) / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     return str(folder)
 

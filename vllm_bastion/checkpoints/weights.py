@@ -7,6 +7,7 @@ compare.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Set
 from pathlib import Path
 from typing import Any
@@ -52,16 +53,38 @@ def misfit(
             f'drafter "{name}" has draft_vocab_size {own} of the target\'s {vocab} tokens and no '
             f"{lost} in its files: use a complete checkpoint"
         )
+    modules = {one.rpartition(".")[0] for one in names}  # a quantised layer has no `weight`
     layers = range(config.num_hidden_layers)
-    expected = [f"layers.{layer}.{part}.weight" for layer in layers for part in _PARTS]
-    absent = [one for one in expected if one not in names]
-    if absent and expected[0] in names:  # a quantised or fused drafter has other names
+    expected = [f"layers.{layer}.{part}" for layer in layers for part in _PARTS]
+    absent = [one for one in expected if one not in modules]
+    if absent and expected[0] in modules:  # a fused drafter has other names
         more = f" and {len(absent) - 1} others" if len(absent) > 1 else ""
         return (
-            f'the files of drafter "{name}" lack {absent[0]}{more}, which its config names: use a '
-            "complete checkpoint"
+            f'the files of drafter "{name}" lack {absent[0]}.weight{more}, which its config names: '
+            "use a complete checkpoint"
         )
     return None
+
+
+def name_whole_layers(config: Any, first: int) -> None:
+    """List the layers that a quantised drafter keeps whole by vLLM's names, too.
+
+    vLLM numbers a drafter's layers after the target's and joins some of them. A layer that it does
+    not find in the list is read as a quantised one: then drafts are noise, and nothing says so.
+
+    Args:
+        config: the drafter's, changed in place.
+        first: the number that vLLM gives the drafter's first layer.
+    """
+    settings = getattr(config, "quantization_config", None) or {}
+    for key in ("ignore", "ignored_layers", "modules_to_not_convert"):
+        listed = settings.get(key) or []
+        for name in listed[:]:
+            layer = re.match(r"layers\.(\d+)(?=\.)", name := name.removeprefix("model."))
+            if layer and int(layer[1]) < config.num_hidden_layers:
+                name = f"layers.{first + int(layer[1])}{name[layer.end() :]}"
+            name = name.replace(".q_proj", ".qkv_proj").replace(".gate_proj", ".gate_up_proj")
+            listed.append(f"model.{name}")
 
 
 def _missing(names: Set[str], *parts: str) -> str:

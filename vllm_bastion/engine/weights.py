@@ -47,8 +47,8 @@ def _join(model: Any) -> None:
     for index, layer in enumerate(model.layers):
         attn = layer.self_attn
         model._k_norm_weights[index].copy_(attn.k_norm.weight)
-        own = (weight, attn.qkv_proj.weight), (bias, getattr(attn.qkv_proj, "bias", None))
-        for joined, part in own:
+        for joined, name in ((weight, "weight"), (bias, "bias")):
+            part = getattr(attn.qkv_proj, name, None)  # packed 4-bit weights have another name
             if joined is None or part is None or joined.ndim != part.ndim or part.numel() == 0:
                 continue  # quantised: nothing is joined; or packed: `take_rows` has copied it
             rows = part[attn.q_size :]
