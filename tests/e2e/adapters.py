@@ -12,12 +12,9 @@ from safetensors.torch import save_file
 RANK, _LAYERS = 8, 6
 # Outputs and inputs of the layers that have an adapter.
 _SIZES = {
-    "self_attn.q_proj": (192, 192),
-    "self_attn.v_proj": (64, 192),
-    "self_attn.o_proj": (192, 192),
-    "mlp.gate_proj": (512, 192),
-    "mlp.down_proj": (192, 512),
-}
+    "self_attn.q_proj": (192, 192), "self_attn.v_proj": (64, 192), "self_attn.o_proj": (192, 192),
+    "mlp.gate_proj": (512, 192), "mlp.down_proj": (192, 512),
+}  # fmt: skip
 
 
 def make_adapter(target: str, folder: Path, seed: int, head: bool = False) -> str:
@@ -31,8 +28,7 @@ def make_adapter(target: str, folder: Path, seed: int, head: bool = False) -> st
         names["lm_head"] = 1024, 192
     weights = {}
     for name, (outputs, inputs) in names.items():
-        down, up = (RANK, inputs), (outputs, RANK)
-        for side, shape in (("A", down), ("B", up)):
+        for side, shape in (("A", (RANK, inputs)), ("B", (outputs, RANK))):
             values = torch.randn(shape, generator=generator) * 0.1
             weights[f"base_model.model.{name}.lora_{side}.weight"] = values
     save_file(weights, folder / "adapter_model.safetensors")

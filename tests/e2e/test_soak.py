@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""2,000 random HTTP requests, 32 at a time, some given up: plain decoding's answers, and counts."""
+"""2,000 random HTTP requests, 32 at a time, some given up: plain decoding's answers, and counts.
+
+Two adapters serve some of them, see `test_lora`.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from urllib.error import HTTPError
 import pytest
 
 from tests.e2e import server as process
+from tests.e2e.adapters import RANK, make_adapter
 from tests.e2e.engines import TARGET, Runner
 from tests.e2e.marks import on_cpu
 from tests.e2e.test_random import random_requests
@@ -28,7 +32,7 @@ REQUESTS, AT_ONCE = 2000, 32
 LIMITS = (
     *("--max-model-len", "1024", "--max-num-seqs", "24", "--max-num-batched-tokens", "1024"),
     *("--block-size", "32", "--num-gpu-blocks-override", "160"),
-    "--enforce-eager",
+    *("--enforce-eager", "--enable-lora", "--max-loras", "3", "--max-lora-rank", str(RANK)),
 )
 _COMPARED = ("index", "text", "token_ids", "finish_reason", "stop_reason")
 
@@ -38,6 +42,8 @@ def requests() -> list[dict[str, Any]]:
     for request in made:
         if rng.random() < 0.1:
             request["params"]["vllm_xargs"] = {"bastion_budget": rng.choice((0, 1, 5))}
+        if rng.random() < 0.3:
+            request["params"]["model"] = rng.choice("ab")
         if "abort_after" in request:  # and so it streams
             request["params"].pop("prompt_logprobs", None)
     return made
@@ -87,12 +93,14 @@ def counts(server: process.Server) -> tuple[float, float]:
 
 
 def test_random_requests_of_a_server(runner: Runner, tmp_path: Path) -> None:
-    made = requests()
+    made, adapters = requests(), enumerate("ab", 1)
+    own = [f"{name}={make_adapter(TARGET, tmp_path / name, seed)}" for seed, name in adapters]
+    limits = (*LIMITS, "--lora-modules", *own)
     env = environment(runner.caches) | {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        with process.serving([TARGET, *OPTIONS, *LIMITS], env, tmp_path / "plain") as running:
+        with process.serving([TARGET, *OPTIONS, *limits], env, tmp_path / "plain") as running:
             expected = list(pool.map(partial(ask, running), made))
-        with serving(tmp_path / "bastion", runner.caches, *LIMITS) as server:
+        with serving(tmp_path / "bastion", runner.caches, *limits) as server:
             answers = list(pool.map(partial(ask, server, gives_up=True), made))
             generated, counted = counts(server)
             drafts = server.counters()["drafts"]
