@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.e2e import cases
 from tests.e2e.compare import Comparison, assert_winding
@@ -14,7 +15,8 @@ from tests.e2e.engines import Engine
 from tests.e2e.marks import on_cpu, slow
 from tests.e2e.targets import LAYERS, make_scaled
 
-pytestmark = on_cpu("a cache in the CPU's own format")
+_AVX512 = pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM needs AVX-512")
+pytestmark = on_cpu("a cache in the CPU's own format", _AVX512)
 
 
 def dtypes(session: Any) -> list[list[str]]:
