@@ -9,12 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-import torch
-
-from bastion_kernels.cpu import library
-from vllm_bastion.cpu.host import CpuHost
-
 # Everything that the CUDA path imports, in a process in which importing Numba or llvmlite raises.
 _SCRIPT = """
 import sys
@@ -97,15 +91,3 @@ def test_only_the_seam_asks_for_the_device() -> None:
         lines = file.read_text(encoding="utf-8").splitlines()
         found += [f"{name}:{n}" for n, line in enumerate(lines, 1) if _ASKS.search(line)]
     assert not found
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_ops_on_one_thread_beside_more_of_pytorch_are_a_warning(
-    monkeypatch: pytest.MonkeyPatch, threads: int
-) -> None:
-    monkeypatch.setattr(library, "_load", lambda: (None, False))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    warning = CpuHost().warning()
-    lines = [] if warning is None else [warning]
-    assert len(lines) == threads - 1
-    assert all("run on one thread" in line and "use g++" in line for line in lines)

@@ -22,7 +22,6 @@ from benchmarks.widen import (
     Target,
     Widening,
     make_pair,
-    pair_of,
     read_config,
 )
 
@@ -177,18 +176,3 @@ def test_a_wide_head_corrects_as_the_tiny_one(source: Path, tmp_path: Path) -> N
 def test_the_tiny_pair_fits_every_known_shape() -> None:
     for shape in SHAPES.values():
         Widening(Dims(), shape, Target.feature_layers)
-
-
-def test_a_pair_is_written_once_and_its_further_drafters_when_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_BASTION_CACHE", str(tmp_path))
-    small = Shape(256, 512, 6, 6, 2, 32, 1100)
-    folder = pair_of("small", small)
-    weights = [folder / kind / "model.safetensors" for kind in ("target", "drafter", "dflash2")]
-    times = [path.stat().st_mtime_ns for path in weights[:2]]
-    assert not weights[2].exists()
-    assert pair_of("small", small, ["dflash2"]) == folder and weights[2].exists()
-    assert [path.stat().st_mtime_ns for path in weights[:2]] == times
-    pair_of("small", replace(small, intermediate_size=576))
-    assert weights[0].stat().st_mtime_ns > times[0] and not weights[2].exists()

@@ -6,11 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from benchmarks import TINY
-from benchmarks.e2e.main import parse, target_of
 from benchmarks.e2e.methods import (
     PLAIN,
     REFERENCE,
@@ -86,25 +83,6 @@ def test_both_checkouts_are_in_one_group() -> None:
     assert groups(names, 3) == [[PLAIN, "dflash 7"], *pairs]
     assert groups(names, 4) == [[PLAIN, "dflash 7", "a", "a @ x"], pairs[1]]
     assert groups([PLAIN, *names[2:]], 2) == pairs
-
-
-def test_a_random_drafter_is_a_pairs_own_without_its_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_BASTION_CACHE", str(tmp_path))
-    for pair in ("tiny", "hybrid"):
-        what = target_of(parse(["--pair", pair]))
-        random = (method_of("dflash drafter=random", what).speculative or {})["model"]
-        ours, theirs = (
-            load_file(Path(folder) / "model.safetensors") for folder in (random, str(what.drafter))
-        )
-        assert ours.keys() == theirs.keys() and random != what.drafter
-        for name, weight in theirs.items():
-            if weight.ndim == 2:
-                cosine = torch.cosine_similarity(ours[name].flatten(), weight.flatten(), 0)
-                assert abs(float(cosine)) < 0.1, name
-            else:
-                assert torch.equal(ours[name], weight), name
 
 
 def test_an_engine_without_the_plugin_does_not_import_it() -> None:
