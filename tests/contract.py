@@ -26,6 +26,8 @@ attention/cuda.py
   FLASH:FlashAttentionMetadataBuilder.build @why `fast_build` plans nothing ahead; splits are
       limited where a graph may hold the kernel @body self.aot_schedule and not fast_build …
       max_num_splits = self.max_num_splits
+  FLASH:FlashAttentionMetadataBuilder.update_draft_decode_metadata @why a graph plans each of its
+      replays by it @body metadata.scheduler_metadata = self._store_scheduler_metadata(
 attention/cuda.py cpu/attention.py
   LAYERS.attention.attention:set_default_quant_scales @why a layer's scales of float8 are found
       under these names @body "_k_scale" … "_v_scale" … "_q_scale" … layer._k_scale_float = 1.0

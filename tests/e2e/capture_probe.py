@@ -16,6 +16,16 @@ def at_the_end(session: Any) -> list[dict[str, Any]]:
     return [{"captured": captured(session), "graphs": graphs(session)}]
 
 
+def prepare(session: Any, kind: str) -> Any:
+    """Inputs of a graph of two requests, and metadata."""
+    runner = session.runner
+    return prepare_inputs_to_capture(
+        2, 2 if kind == "plain" else 8, runner.model_state, runner.input_buffers,
+        runner.block_tables, runner.attn_groups, runner.kv_cache_config,
+        full_cudagraph=kind != "piecewise", max_query_len=1 if kind == "plain" else None,
+    )  # fmt: skip
+
+
 def captured(session: Any) -> list[dict[str, Any]]:
     """Batches as vLLM prepares them before a capture, FULL and PIECEWISE, and FULL of plain steps.
 
@@ -23,15 +33,9 @@ def captured(session: Any) -> list[dict[str, Any]]:
         For each: its kind, whether the metadata of every target layer has
         the engine's trees and reads their mask, and the other layers with metadata.
     """
-    runner = session.runner
-    state = runner.model_state
-    out = []
-    for kind, rows in (("trees", 8), ("piecewise", 8), ("plain", 2)):
-        prepared = prepare_inputs_to_capture(
-            2, rows, state, runner.input_buffers, runner.block_tables, runner.attn_groups,
-            runner.kv_cache_config, full_cudagraph=kind != "piecewise",
-            max_query_len=1 if kind == "plain" else None,
-        )  # fmt: skip
+    state, out = session.runner.model_state, []
+    for kind in ("trees", "piecewise", "plain"):
+        prepared = prepare(session, kind)
         with_trees = {
             name
             for name, metadata in prepared.attn_metadata.items()

@@ -22,10 +22,23 @@ _PLANNED: list[tuple[int, ...]] = []
 
 
 def planned(session: Any) -> list[dict[str, Any]]:
-    """Probe: what FlashAttention 3 has planned, at the end of a batch."""
+    """Probe: at the end of a batch, what FlashAttention 3 has planned, and what a graph plans."""
+    from tests.e2e.capture_probe import prepare
+
     if session.engine.has_unfinished_requests():
         return []
-    return [{"planned": [list(one) for one in _PLANNED]}]
+    planned = [*_PLANNED]
+    metadata = prepare(session, "plain").attn_metadata
+    _PLANNED.clear()
+    for of_layer in metadata.values():
+        of_layer.plan_in_graph()
+    return [{"planned": planned, "in graph": _PLANNED}]
+
+
+def plan(**kwargs: Any) -> Tensor:
+    """FlashAttention 3's plan of a batch."""
+    _PLANNED.append((kwargs["max_seqlen_q"], *kwargs["window_size"]))
+    return torch.zeros(1, dtype=torch.int32)
 
 
 def varlen_attention(
@@ -70,9 +83,7 @@ def install() -> None:
     flash_attn.get_flash_attn_version = lambda *args, **kwargs: 3
     flash_attn.flash_attn_supports_kv_cache_dtype = lambda *args, **kwargs: True
     flash_attn.flash_attn_supports_sinks = lambda: True
-    flash_attn.get_scheduler_metadata = lambda **kwargs: _PLANNED.append(
-        (kwargs["max_seqlen_q"], *kwargs["window_size"])
-    )
+    flash_attn.get_scheduler_metadata = plan
     flash_attn.flash_attn_varlen_func = varlen_attention
     flash_attn.reshape_and_cache_flash = reshape_and_cache
     CpuPlatform.get_attn_backend_cls = classmethod(

@@ -69,9 +69,10 @@ def test_plain_steps_are_planned_for_the_windows_of_all_layers(
     engine = PLAIN.of(model=make_target(target, tmp_path / "target")).with_bastion(8, 0)
     watched = {"setup": SETUP, "probe": "tests.e2e.flash_backend:planned", "interpreted": True}
     run = runner.run(engine, [cases.greedy(1, tokens=4)], **watched)
-    plans = run["batches"][0]["probed"][-1]["planned"]
+    plans, in_graph = run["batches"][0]["probed"][-1].values()
     if window is None:
-        assert not plans
+        assert not plans and not in_graph
     else:
         assert plans.count([1, window, 0]) >= 3
         assert all(plan[1:] == [window, 0] for plan in plans)
+        assert in_graph == [[1, window, 0]]

@@ -4,7 +4,8 @@
 FlashAttention writes the cache, defines its layout and runs batches without trees. A step with
 trees runs ``bastion_kernels.AttentionLayer``. That kernel takes any mix of trees, chains and prompt
 chunks and reads all of it from device buffers, so the builder can declare full CUDA-graph support.
-Plain steps have FULL graphs of their own, which hold FlashAttention (``attention.graphs``).
+Plain steps have FULL graphs of their own, which hold FlashAttention and its plan of the step
+(``attention.graphs``). So no replay needs metadata.
 """
 
 from __future__ import annotations
@@ -35,16 +36,17 @@ from vllm_bastion.step import TreeMetadata
 class TreeFlashAttentionMetadata(TreeMetadata, FlashAttentionMetadata):
     """vLLM's metadata, and what a step with trees needs in addition."""
 
-    workspaces: dict[int, TreeAttentionWorkspace]
-    """By sliding window of the layers; 0 = full attention."""
+    builder: TreeFlashAttentionMetadataBuilder
     _step: AttentionStep | None = None
+    _in_graph: bool = False
 
     def step(self) -> AttentionStep:
         """The tree kernel's view of the step, planned when the first layer needs it."""
         if self._step is None:
             trees, num_reqs = self.trees, self.seq_lens.shape[0]
             assert trees is not None
-            for workspace in self.workspaces.values():
+            workspaces = self.builder.workspaces
+            for workspace in workspaces.values():
                 workspace.plan(self.query_start_loc, self.seq_lens, self.num_actual_tokens)
             self._step = AttentionStep(
                 self.block_table,
@@ -54,9 +56,15 @@ class TreeFlashAttentionMetadata(TreeMetadata, FlashAttentionMetadata):
                 trees.step_slots[:num_reqs],
                 trees.bits,
                 trees.depths,
-                self.workspaces,
+                workspaces,
             )
         return self._step
+
+    def plan_in_graph(self) -> None:
+        """Let a graph that is being captured begin with FlashAttention's plan of each replay."""
+        if not self._in_graph:
+            self.builder.update_draft_decode_metadata(self)
+            self._in_graph = True
 
 
 class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
@@ -75,6 +83,7 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         # A KV-cache group may hold layers with different windows: a vLLM option gives all layers
         # the blocks of full attention.
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
+        # By sliding window; 0 = full attention.
         self.workspaces = {
             window: TreeAttentionWorkspace(
                 self.num_heads_q,
@@ -103,7 +112,7 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         plain = common_attn_metadata.max_query_len == PLAIN_QUERY_LEN
         fast_build = fast_build or (not plain and self.aot_sliding_window is not None)
         flash = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        metadata = TreeFlashAttentionMetadata(**vars(flash), workspaces=self.workspaces)
+        metadata = TreeFlashAttentionMetadata(**vars(flash), builder=self)
         if not plain:
             metadata.scheduler_metadata, metadata.max_num_splits = None, 0
         return metadata
@@ -130,12 +139,10 @@ class TreeFlashAttentionImpl(FlashAttentionImpl):
         """query: [T, Hq, d]; kv_cache: [blocks, Hkv, block_size, 2d]; fills output [T, Hq, d]."""
         record = None if attn_metadata is None else attn_metadata.record
         if attn_metadata is None or record is None or not record.masked:
-            # Other graphs are replayed for trees too, so they must hold the tree kernel.
-            assert (
-                attn_metadata is None
-                or attn_metadata.max_query_len == PLAIN_QUERY_LEN
-                or not torch.cuda.is_current_stream_capturing()
-            )
+            if attn_metadata is not None and torch.cuda.is_current_stream_capturing():
+                # Other graphs are replayed for trees too, so they must hold the tree kernel.
+                assert attn_metadata.max_query_len == PLAIN_QUERY_LEN
+                attn_metadata.plan_in_graph()
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, **output_scales
             )

@@ -120,8 +120,8 @@ class BastionModelState(DefaultModelState):
         elif plain and input_batch.max_query_len is not None:
             input_batch.max_query_len = PLAIN_QUERY_LEN  # it still counts trimmed nodes
         metadata: dict[str, Any] = {}
-        # A graph of trees reads buffers only; that of a plain step is planned ahead.
-        if plain or not full or self.vllm_config.kv_transfer_config is not None:
+        # A replay reads buffers only.
+        if for_capture or not full or self.vllm_config.kv_transfer_config is not None:
             ours = [list(filter(self._is_target, groups)) for groups in attn_groups]
             metadata = super().prepare_attn(
                 input_batch, cudagraph_mode, block_tables, slot_mappings, ours, kv_cache_config,
