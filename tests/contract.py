@@ -140,6 +140,11 @@ hooks/model_runner.py
       drafts nor sets draft tokens @body if self.speculator is not None: …
       self.speculator.propose( … if self.num_speculative_steps > 0: …
       self.draft_tokens_handler.set_draft_tokens(
+hooks/scheduler.py
+  SCHED.utils:check_stop @beside 4f5dc90b 4f5dc90b
+  SCHED.scheduler:Scheduler._update_request_with_output @beside c4770fc3 0a959d49
+  vllm.v1.request:Request.append_output_token_ids @why it takes many tokens at once @body
+      self._all_token_ids.extend(token_ids) … self.update_block_hashes()
 hooks/runner.py
   GPU.warmup:_warmup_kernels @why a request's rows follow from these two, and the longest has
       four times as many @body num_spec_steps = model_runner.num_speculative_steps … prompt_len

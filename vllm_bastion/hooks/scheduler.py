@@ -135,6 +135,19 @@ class TreeScheduler(GrammarScheduler):
             send(self, outputs)
         return outputs
 
+    def _update_request_with_output(
+        self, request: Any, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        """Add tokens that cannot end the reply at once: vLLM adds and checks one after another."""
+        count = len(new_token_ids)
+        if _may_stop(request, new_token_ids, count, self.max_model_len):
+            return super()._update_request_with_output(request, new_token_ids, is_stale)
+        request.append_output_token_ids(new_token_ids)
+        if self.runs_ahead and not is_stale:
+            request.num_output_placeholders -= count
+        super()._update_request_with_output(request, [], is_stale)
+        return new_token_ids, False
+
     def _handle_stopped_request(self, request: Any) -> bool:
         """Count no token after a stop as computed: connectors send that many tokens' cache.
 
@@ -244,6 +257,19 @@ def _observe(
     if counts and predicted_ms > 0.0:
         state.lines[size_class(reqs), plan.verified].add(predicted_ms, ms)
     state.last = LastStep(now, plan.arm, ms)
+
+
+def _may_stop(request: Any, tokens: list[int], count: int, max_model_len: int) -> bool:
+    """Whether one of `count` tokens may end the request's reply, see vLLM's `check_stop`."""
+    params, emitted = request.sampling_params, request.num_output_tokens + count
+    stops = params.stop_token_ids
+    return (
+        emitted >= request.max_tokens
+        or request.num_prompt_tokens + emitted >= max_model_len
+        or params.eos_token_id in tokens
+        or (bool(stops) and not set(stops).isdisjoint(tokens))
+        or params.repetition_detection is not None
+    )
 
 
 def _arms(scheduler: Any) -> tuple[Arm, ...]:
