@@ -123,14 +123,11 @@ vllm.config:AttentionConfig.backend
   why: tree attention replaces FlashAttention's kernel, and vLLM prefers others on some GPUs
   what: `hooks.engine_args` sets FLASH_ATTN where the user left the choice to vLLM
   when: an engine with method "bastion" on a CUDA device
+vllm.v1.worker.gpu.model_runner:GPUModelRunner.num_speculative_steps
 vllm.v1.worker.gpu.model_runner:GPUModelRunner.speculator
-  why: a CPU's host clock cannot tell the target's pass from the drafter's
-  what: `engine.profile` removes the drafter and restores it
-  when: while a CPU engine times the target's passes
-vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.propose
-  why: on a CPU vLLM's event stubs measure nothing
-  what: `engine.profile` times its calls, and restores it
-  when: while a CPU engine times its drafter's passes
+  why: vLLM makes a dozen calls and three launches for drafts that a step does not have
+  what: `hooks.model_runner` removes them and restores them
+  when: while a step is sampled that neither verifies nor drafts
 """
 
 

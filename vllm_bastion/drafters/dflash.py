@@ -316,6 +316,15 @@ class BastionSpeculator(DFlashSpeculator):
         )
         return tokens
 
+    def end_plain_step(self, state: Any) -> None:
+        """In place of `propose` if the step verified nothing; state: vLLM's ExecuteModelState."""
+        if self.trees.ngram is not None:
+            self.trees.ngram.add_prompts()
+        slots = [state.slot_mappings_by_layer[layer] for layer in self._context_layers]
+        step, prompts_wait = self.runtime.step, self.runtime.plan.prompts_wait
+        batch, hidden = state.input_batch, state.aux_hidden_states
+        self.context.keep(step, batch, hidden, slots, prompts_wait=prompts_wait)
+
     def warm_up(self) -> None:
         """Compile the kernels of the first request, accepted path and n-gram draft.
 

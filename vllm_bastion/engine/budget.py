@@ -292,12 +292,13 @@ class TreeBudgetManager(AdaptiveVerificationManager):
 
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: InputBatch) -> None:
         """Called after ``propose``, at the end of a step: its trees are those of the next one."""
-        slots, step = input_batch.idx_mapping_np, self.runtime.step
-        self._has_tree[slots] = step.grows
-        self._drafted = step.arm
+        slots, arm = input_batch.idx_mapping_np, self.runtime.step.arm
+        grows = arm != Arm.PLAIN
+        self._has_tree[slots] = grows
+        self._drafted = arm
         if self.lagged:
-            self._earlier.copy(slots if step.grows else slots[:0])
-        elif self._arrived is not None and step.grows:
+            self._earlier.copy(slots if grows else slots[:0])
+        elif self._arrived is not None and grows:
             self._host_scores.copy_(self.trees.log_rho, non_blocking=True)
             self._arrived.record()
 

@@ -151,18 +151,20 @@ class DraftContext:
         batch: InputBatch,
         hidden: Sequence[torch.Tensor],
         slots: Sequence[torch.Tensor],
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        *,
+        *counts: torch.Tensor,
         prompts_wait: bool,
     ) -> None:
-        """End a step without a draft: its rows wait, or are stored; see `accepted`."""
+        """End a step without a draft: its rows wait, or are stored.
+
+        counts: [R] sampled and rejected tokens, if it verified drafts; see `accepted`.
+        """
         count = int(self._lens(step).sum()) if step.verifies else batch.num_tokens
-        waits = self._may_wait(batch, prompts_wait) and self._make_room(count)
-        if not waits:
+        waits = count <= self._max_rows and self._may_wait(batch, prompts_wait)
+        if not waits or self.num_rows + count > self._max_rows:
             self.flush()
         begin, end = self.num_rows, self.num_rows + count
         if step.verifies:
+            num_sampled, num_rejected = counts
             self.accepted(step, batch, hidden, num_sampled, num_rejected, slots)
         elif waits:
             rows = (*hidden, batch.positions, *slots)
@@ -179,28 +181,21 @@ class DraftContext:
 
     def _rows(self, begin: int, end: int) -> list[torch.Tensor]:
         """Views of rows of the buffers."""
-        found = self._views.get((begin, end))
-        if found is None:
+        if (begin, end) not in self._views:
             if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
             buffers = (*self.hidden, self._positions, *self._slots)
-            found = self._views[begin, end] = [buffer[begin:end] for buffer in buffers]
-        return found
+            self._views[begin, end] = [buffer[begin:end] for buffer in buffers]
+        return self._views[begin, end]
 
     def _may_wait(self, batch: InputBatch, prompts_wait: bool) -> bool:
-        """Whether the rows of a step without a draft may be stored later, if there is room.
+        """Whether the rows of a step without a draft may be stored later.
 
         Prompt rows do not wait while more prompts do: the next chunk would fill the buffer.
         """
         if batch.num_tokens == batch.num_reqs:
             return self._may_defer
         return self._may_defer_several and not (prompts_wait and batch.has_prefill)
-
-    def _make_room(self, count: int) -> bool:
-        """Whether `count` rows can be added, if need be after storing those that wait."""
-        if self.num_rows + count > self._max_rows:
-            self.flush()
-        return count <= self._max_rows
 
     def leave(self, request: str, needed: bool) -> None:
         """A request gives up its blocks. `needed`: whether their content may be used again."""

@@ -20,6 +20,7 @@ from vllm_bastion.engine.profile import head_input
 from vllm_bastion.engine.runtime import Runtime, runtime_of
 from vllm_bastion.platform import current_host
 from vllm_bastion.policy.trees import Trees
+from vllm_bastion.scheduler.gate import Arm
 
 
 def adopt(runner: Any) -> None:
@@ -82,9 +83,42 @@ class BastionModelRunner(GPUModelRunner):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Attach counts for the scheduler to the step's output, see `hooks.scheduler`."""
-        output = super().sample_tokens(self._rows_in_use(grammar_output))
+        if grammar_output is None and self._is_plain(self.execute_model_state):
+            output = self._sample_plain(self.execute_model_state)
+        else:
+            output = super().sample_tokens(self._rows_in_use(grammar_output))
         manager: Any = self.adaptive_verification
         return output if manager is None else manager.counted(output)
+
+    def _is_plain(self, state: Any) -> bool:
+        """Whether a step neither verifies nor drafts, and nobody has to be told so.
+
+        A grammar asks for the drafts of every step, and a connector saves its rows at once.
+        """
+        step = self.runtime.step
+        return (
+            step.arm == Arm.PLAIN
+            and not step.verifies
+            and state is not None
+            and bool(state.aux_hidden_states)
+            and not state.input_batch.has_structured_output_reqs
+            and self.vllm_config.kv_transfer_config is None
+        )
+
+    def _sample_plain(self, state: Any) -> Any:
+        """Let vLLM sample as without a drafter, which only keeps the step's rows."""
+        runner: Any = self
+        drafter, steps = runner.speculator, runner.num_speculative_steps
+        runner.speculator, runner.num_speculative_steps = None, 0
+        try:
+            output = super().sample_tokens(None)
+        finally:
+            runner.speculator, runner.num_speculative_steps = drafter, steps
+        drafter.end_plain_step(state)
+        self.adaptive_verification.record_confidences(None, state.input_batch)
+        runner.draft_tokens_handler.req_ids = []
+        runner.draft_tokens_handler.draft_tokens_np = None
+        return output
 
     def _rows_in_use(self, grammar_output: Any) -> Any:
         """Cut a bitmask of N + 1 rows per request to what the largest tree with a grammar needs.
