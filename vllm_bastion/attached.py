@@ -15,7 +15,6 @@ import numpy as np
 
 from vllm_bastion.scheduler.gate import Arm
 
-_ATTRIBUTE = "bastion"
 _ANYTHING = -1  # a word of a bitmask row that allows every token
 
 
@@ -24,12 +23,12 @@ class AttachedRecord:
 
     def attach(self, owner: Any) -> None:
         """Store this record on `owner`, in place of an earlier one."""
-        setattr(owner, _ATTRIBUTE, self)
+        owner.bastion = self
 
     @classmethod
     def find(cls, owner: Any) -> Self | None:
         """The record on `owner`, or None."""
-        found = getattr(owner, _ATTRIBUTE, None)
+        found = getattr(owner, "bastion", None)
         return found if isinstance(found, cls) else None
 
     @classmethod
@@ -39,8 +38,8 @@ class AttachedRecord:
         Raises:
             RuntimeError: there is none.
         """
-        found = cls.find(owner)
-        if found is None:
+        found = getattr(owner, "bastion", None)
+        if not isinstance(found, cls):
             raise RuntimeError(
                 f"vLLM's {type(owner).__name__} lost the {cls.__name__} that vllm-bastion attached "
                 "to it: this vLLM or one of its plugins copies or sends it without unknown "

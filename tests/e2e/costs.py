@@ -35,20 +35,18 @@ def install(spec: dict[str, Any]) -> None:
         rows = [(n, costs["base"] + costs["row"] * n) for n in (1, 2, runner.max_num_tokens)]
         return [(1, costs["draft"])], rows
 
-    observe, seconds = scheduler._observe, [0.0]
+    update, seconds = scheduler.TreeScheduler.update_from_output, [0.0]
 
-    def observe_at_these_costs(
-        state: Any, scheduled: Any, output: Any, predicted_ms: float, _: float
-    ) -> None:
-        report = scheduler.StepReport.find(output)
-        drafts = scheduled.scheduled_spec_decode_tokens.values()
-        rows = scheduled.total_num_scheduled_tokens - sum(map(len, drafts))
+    def update_at_these_costs(self: Any, scheduled: Any, output: Any) -> Any:
+        drafts, report = scheduled.scheduled_spec_decode_tokens, scheduler.StepReport.find(output)
+        rows = scheduled.total_num_scheduled_tokens - sum(map(len, drafts.values()))
         rows += sum(report.num_verified.values()) if report is not None else 0
         ms = costs["base"] + costs["row"] * rows
         if scheduler.StepPlan.of(scheduled).arm == Arm.TREE:
             ms += costs["draft"]
         seconds[0] += ms / 1e3
-        observe(state, scheduled, output, predicted_ms, seconds[0])
+        return update(self, scheduled, output)
 
     profile._time = curves  # type: ignore[assignment]
-    scheduler._observe = observe_at_these_costs
+    scheduler.perf_counter = lambda: seconds[0]
+    scheduler.TreeScheduler.update_from_output = update_at_these_costs  # type: ignore[method-assign]

@@ -223,7 +223,7 @@ def test_placeholders_follow_k(kind: Any) -> None:
     core.requests["a"].spec_token_ids = [-1] * NODES
     schedule(core)
     assert len(core.requests["a"].spec_token_ids) == 31
-    core.state.choice = core.state.choice._replace(num_drafts=0)
+    core.state.choice.num_drafts = 0
     core.requests["a"].spec_token_ids = [-1] * 31
     schedule(core)
     assert core.requests["a"].spec_token_ids == []

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from vllm_bastion.attached import StepPlan
-from vllm_bastion.hooks.scheduler import _observe
 from vllm_bastion.scheduler.gate import Arm
 from vllm_bastion.scheduler.state import SchedulerState
 
@@ -27,7 +26,7 @@ class Told:
         return ms > 0
 
 
-def step(verified: Arm, arm: Arm, emitted: list[int], prompt: int = 0) -> tuple[Any, Any]:
+def step(verified: Arm, arm: Arm, emitted: list[int], prompt: int = 0) -> tuple[Any, ...]:
     """A step with 3 nodes of each request if it verifies trees, and so many prompt tokens."""
     names = [str(i) for i in range(len(emitted))]
     nodes = {name: [-1] * 3 for name in names if verified == TREE}
@@ -39,9 +38,7 @@ def step(verified: Arm, arm: Arm, emitted: list[int], prompt: int = 0) -> tuple[
         scheduled_spec_decode_tokens=nodes,
         total_num_scheduled_tokens=sum(tokens.values()),
     )
-    StepPlan(verified=verified, arm=arm).attach(scheduled)
-    given = [SimpleNamespace(new_token_ids=[7] * count) for count in emitted]
-    return scheduled, {0: SimpleNamespace(outputs=given)}
+    return scheduled, StepPlan(verified=verified, arm=arm), sum(emitted)
 
 
 def test_only_steps_between_others_of_their_arm_are_timed() -> None:
@@ -57,10 +54,10 @@ def test_only_steps_between_others_of_their_arm_are_timed() -> None:
         (7, step(TREE, TREE, [2]), (TREE, 1, 2, 0)),  # the device may still compute prompts
         (8, step(TREE, TREE, [2]), (TREE, 1, 2, 8)),
     ]
-    for ms, (scheduled, outputs), expected in steps:
+    for ms, observed, expected in steps:
         now += ms / 1e3
         told += [expected] if expected else []
-        _observe(state, scheduled, outputs, 3.0, now)
+        state.observe(*observed, 3.0, now)
         assert state.gate.steps == told
         assert round(state.last.ms) == (expected[3] if expected else 0)
     assert {key: line() for key, line in state.lines.items()} == {

@@ -44,11 +44,11 @@ class Core:
 
     def step(self, verified: dict[str, int], tokens: dict[str, int]) -> None:
         """A step whose requests verify nodes and return tokens to clients."""
-        scheduled: Any = SimpleNamespace(scheduled_spec_decode_tokens=verified)
-        StepPlan(reason="fastest").attach(scheduled)
         report = StepReport(verified, expected=0.5 * sum(verified.values()))
-        outputs = self.outputs(tokens)
-        record = telemetry.record_of(self.scheduler, scheduled, report, outputs)
+        plan, outputs = StepPlan(reason="fastest"), self.outputs(tokens)
+        given = [one for one in outputs[0].outputs if one.new_token_ids]
+        total = sum(tokens.values())
+        record = telemetry.record_of(self.scheduler, plan, report, given, total)
         self.scheduler.state.collector.add(record)
         self.send(outputs)
 

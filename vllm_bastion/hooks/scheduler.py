@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import sys
 from itertools import repeat
-from operator import sub
+from operator import attrgetter, sub
 from secrets import token_bytes
 from time import perf_counter
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 from vllm.v1.request import RequestStatus
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
@@ -33,11 +32,11 @@ from vllm_bastion.hooks.slots import (
     waiting,
     wants_drafts,
 )
-from vllm_bastion.hooks.telemetry import record_of, send
+from vllm_bastion.hooks.telemetry import TreeRequestMetrics, record_of, send
 from vllm_bastion.logger import init_logger
 from vllm_bastion.platform import current_host
 from vllm_bastion.scheduler.gate import Arm, Gate, size_class
-from vllm_bastion.scheduler.state import Choice, LastStep, SchedulerState
+from vllm_bastion.scheduler.state import Choice, SchedulerState
 from vllm_bastion.telemetry.text import interval_line
 
 logger = init_logger(__name__)
@@ -45,15 +44,7 @@ logger = init_logger(__name__)
 # Steps for which requests that were not admitted are assumed to wait for the KV cache.
 _BLOCKED_FOR = 32
 _NOTHING = StepReport({})  # of a step without draft slots
-
-
-class TreeRequestMetrics(RequestSpecDecodeMetrics):
-    """vLLM's metrics of one request: drafted tokens are nodes, and the histogram is over depths."""
-
-    def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
-        """Count a step of the request, unless it verified none of its nodes."""
-        if num_draft_tokens > 0:
-            super().observe(num_draft_tokens, num_accepted, detailed)
+_TOKENS = attrgetter("new_token_ids")
 
 
 class TreeScheduler(GrammarScheduler):
@@ -128,10 +119,14 @@ class TreeScheduler(GrammarScheduler):
         ran, now = scheduler_output.total_num_scheduled_tokens > 0, perf_counter()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if ran:
-            _observe(self.state, scheduler_output, outputs, report.predicted_ms, now)
+            plan = StepPlan.of(scheduler_output)
+            # Tokens past a reply's end do not count.
+            given = [one for own in outputs.values() for one in own.outputs if one.new_token_ids]
+            tokens = sum(map(len, map(_TOKENS, given)))
+            self.state.observe(scheduler_output, plan, tokens, report.predicted_ms, now)
+            if self.records:
+                self.state.collector.add(record_of(self, plan, report, given, tokens))
         if self.records:
-            if ran:
-                self.state.collector.add(record_of(self, scheduler_output, report, outputs))
             send(self, outputs)
         return outputs
 
@@ -167,7 +162,8 @@ class TreeScheduler(GrammarScheduler):
         pads a new request to 1 + N rows nor makes it wait until a step can hold them.
         """
         state, verified = self.state, self.state.choice
-        cut_placeholders(self)
+        if with_slots := [request for request in self.running if request.spec_token_ids]:
+            cut_placeholders(self, with_slots)
         # Requests of the next step, waiting ones included.
         reqs, prompts, waited = len(self.running), list[Any](), False
         if len(self.requests) != reqs:
@@ -240,25 +236,6 @@ class BastionAsyncScheduler(TreeScheduler, AsyncScheduler):
     """Schedules a step before the output of the last one has arrived."""
 
 
-def _observe(
-    state: SchedulerState, scheduled: Any, outputs: Any, predicted_ms: float, now: float
-) -> None:
-    """Measure a step whose output arrived at `now`. Tokens past a reply's end do not count."""
-    plan, last = StepPlan.of(scheduled), state.last
-    reqs = len(scheduled.num_scheduled_tokens)
-    nodes = sum(map(len, scheduled.scheduled_spec_decode_tokens.values()))
-    if scheduled.total_num_scheduled_tokens != reqs + nodes:  # prompts
-        state.last = LastStep(now, None)
-        return
-    given = [one.new_token_ids for own in outputs.values() for one in own.outputs]
-    clean = last.arm == plan.arm == plan.verified
-    ms = (now - last.time) * 1e3 if clean else 0.0
-    counts = state.gate.observe(plan.verified, reqs, sum(map(len, given)), ms)
-    if counts and predicted_ms > 0.0:
-        state.lines[size_class(reqs), plan.verified].add(predicted_ms, ms)
-    state.last = LastStep(now, plan.arm, ms)
-
-
 def _may_stop(request: Any, tokens: list[int], count: int, max_model_len: int) -> bool:
     """Whether one of `count` tokens may end the request's reply, see vLLM's `check_stop`."""
     params, emitted = request.sampling_params, request.num_output_tokens + count
@@ -291,7 +268,8 @@ def _choose(scheduler: Any, reqs: int, prompts: list[Any]) -> Choice:
     num_drafts = most_in_step(scheduler, reqs)
     in_cache = most_in_cache(scheduler, num_drafts, scheduler.running)
     num_drafts = num_drafts if in_cache is None else max(in_cache, default=num_drafts)
-    free = max(scheduler.max_num_scheduled_tokens - reqs, 1)
+    free = scheduler.max_num_scheduled_tokens - reqs
+    free = free if free > 0 else 1
     if prompt_tokens(scheduler, free, prompts) >= free:
         return Choice(Arm.PLAIN, "prompts wait", prompts_wait=True)
     if not wants_drafts(scheduler):

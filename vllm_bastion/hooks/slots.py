@@ -39,8 +39,10 @@ def most_in_step(scheduler: Any, reqs: int) -> int:
 
     A step beyond the largest graph takes several times as long on an H100.
     """
-    rows = min(scheduler.max_num_scheduled_tokens, scheduler.graph_rows)
-    return max(min(scheduler.most_nodes, rows // reqs - 1), 0)
+    most = min(scheduler.max_num_scheduled_tokens, scheduler.graph_rows) // reqs - 1
+    if most < 0:
+        return 0
+    return most if most < scheduler.most_nodes else int(scheduler.most_nodes)
 
 
 def most_in_cache(scheduler: Any, most: int, requests: Sequence[Any]) -> list[int] | None:
@@ -67,11 +69,8 @@ def most_in_cache(scheduler: Any, most: int, requests: Sequence[Any]) -> list[in
     return limits
 
 
-def cut_placeholders(scheduler: Any) -> None:
-    """Cut each running request's placeholders, `spec_token_ids`, to what it can use."""
-    requests = [request for request in scheduler.running if request.spec_token_ids]
-    if not requests:
-        return
+def cut_placeholders(scheduler: Any, requests: Sequence[Any]) -> None:
+    """Cut the placeholders, `spec_token_ids`, of running requests to what these can use."""
     most = most_in_step(scheduler, len(scheduler.running))
     most = min(scheduler.state.choice.num_drafts, most)
     in_cache = most_in_cache(scheduler, most, requests) or repeat(most)

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase, PrometheusStatLogger
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from vllm_bastion import envs
 from vllm_bastion.attached import StepPlan, StepReport
@@ -29,7 +29,16 @@ from vllm_bastion.telemetry.text import interval_line
 
 logger = init_logger(__name__)
 
-_NAME, _TOKENS = attrgetter("request_id"), attrgetter("new_token_ids")
+_NAME = attrgetter("request_id")
+
+
+class TreeRequestMetrics(RequestSpecDecodeMetrics):
+    """vLLM's metrics of one request: drafted tokens are nodes, and the histogram is over depths."""
+
+    def observe(self, num_draft_tokens: int, num_accepted: int, detailed: bool = False) -> None:
+        """Count a step of the request, unless it verified none of its nodes."""
+        if num_draft_tokens > 0:
+            super().observe(num_draft_tokens, num_accepted, detailed)
 
 
 def send(scheduler: Any, outputs: dict[int, Any]) -> None:
@@ -50,19 +59,20 @@ def send(scheduler: Any, outputs: dict[int, Any]) -> None:
 
 
 def record_of(
-    scheduler: Any, scheduled: Any, report: StepReport, outputs: dict[int, Any]
+    scheduler: Any, plan: StepPlan, report: StepReport, outputs: list[Any], tokens: int
 ) -> StepRecord:
     """The record of a step, in the engine core.
 
     Args:
         scheduler: ours.
-        scheduled: the step's SchedulerOutput.
         report: the worker's.
-        outputs: what `update_from_output` returns: tokens after a stop are not among them.
+        outputs: those of `update_from_output` that have tokens, none of them after a stop.
+        tokens: how many they have.
     """
-    given = [one for own in outputs.values() for one in own.outputs if one.new_token_ids]
-    nodes = [*map(report.num_verified.get, map(_NAME, given), repeat(0))]
-    trees, requests, kind = len(nodes) - nodes.count(0), len(given), "prompt"
+    requests, trees, nodes, kind = len(outputs), 0, 0, "prompt"
+    if report.num_verified:
+        verified = [*filter(None, map(report.num_verified.get, map(_NAME, outputs)))]
+        trees, nodes = len(verified), sum(verified)
     if trees:
         chains = scheduler.settings.bastion_top_k == 1
         kind = "n-gram" if report.verified == Arm.NGRAM else "chain" if chains else "tree"
@@ -70,12 +80,12 @@ def record_of(
         kind = "plain"
     return StepRecord(
         kind,
-        StepPlan.of(scheduled).reason if requests else "",
+        plan.reason if requests else "",
         requests,
         trees,
-        sum(nodes),
+        nodes,
         # The last token of a request is the target's own.
-        sum(map(len, map(_TOKENS, given))) - requests,
+        tokens - requests,
         report.expected,
         scheduler.state.last.ms,
         report.sources,

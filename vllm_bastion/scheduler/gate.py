@@ -17,10 +17,10 @@ Imports no vLLM.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from enum import IntEnum
-from statistics import median
+from functools import cache, partial
 
 # An arm's time is the mean of its last 12 steps, outliers left out; of fewer than 8 the minimum: a
 # burst of slow steps may have hit the others, and a time that is too low is soon corrected.
@@ -80,11 +80,13 @@ class Gate:
         self.arm = self.arms[-1]
         self.reason = "no measurement yet"
         self._tokens = {arm: _MeanTokens(_INITIAL_VARIANCE.get(arm, 0.0)) for arm in self.arms}
-        self._times: dict[tuple[int, Arm], deque[float]] = {}
-        # By size class: milliseconds of the arms that it has measured.
-        self._ms: dict[int, dict[Arm, float]] = {}
+        self._times = defaultdict[tuple[int, Arm], deque[float]](partial(deque, maxlen=_SAMPLES))
+        # By size class: milliseconds of the arms that it has measured, and `costs`.
+        self._ms = defaultdict[int, dict[Arm, float]](dict)
+        self._costs: dict[int, dict[Arm, float]] = {}
         # Milliseconds that exploring each arm may cost: a cheap one must not use up another's.
         self._allowance = dict.fromkeys(self.arms, 0.0)
+        self._share = _ALLOWANCE / max(len(self.arms) - 1, 1)
         self._since = 0  # steps since the last exploration
         self._exploration: tuple[Arm, int] = (Arm.PLAIN, 0)  # and its steps that are left
         # By arm: explorations so far, and the number of the step that took it last.
@@ -110,14 +112,14 @@ class Gate:
         if not 0.0 < ms < float("inf"):
             return False
         size = size_class(num_reqs)
-        times = self._times.setdefault((size, arm), deque(maxlen=_SAMPLES))
+        times = self._times[size, arm]
         if arm != self.arm and times and ms * _OUTLIER < self._ms[size][arm]:
             times.clear()  # the arm has become faster since it was in use
         times.append(ms)
-        typical = self._ms.setdefault(size, {})[arm] = _typical(times)
-        share = _ALLOWANCE / max(len(self.arms) - 1, 1)
+        typical = self._ms[size][arm] = _typical(times)
+        self._costs = {}
         for each in self.arms:
-            self._allowance[each] += share * typical
+            self._allowance[each] += self._share * typical
         return ms <= _OUTLIER * typical
 
     def costs(self, num_reqs: int) -> dict[Arm, float]:
@@ -126,6 +128,8 @@ class Gate:
         An arm does all that a simpler one does, so it takes at least as long.
         """
         size = size_class(num_reqs)
+        if size in self._costs:
+            return self._costs[size]
         own = self._ms.get(size, {})
         if len(own) < len(self.arms) and self._ms.keys() - {size}:
             own = self._completed(size, own)
@@ -133,6 +137,7 @@ class Gate:
         for arm in reversed(self.arms):
             if arm in own:
                 costs[arm] = least = own[arm] if own[arm] < least else least
+        self._costs[size] = costs
         return costs
 
     def _completed(self, size: int, own: dict[Arm, float]) -> dict[Arm, float]:
@@ -141,12 +146,15 @@ class Gate:
         The nearest class gives the ratio of the arm's time to that of an arm which both have.
         """
         found = dict(own)
-        for arm in self.arms:
-            for other in sorted(self._ms, key=lambda other: (abs(other - size), other)):
-                there = self._ms[other]
-                both = max(there.keys() & own.keys(), default=None)
-                if arm not in found and arm in there and (both is not None or not own):
-                    found[arm] = there[arm] * (1.0 if both is None else own[both] / there[both])
+        for other in sorted(self._ms, key=lambda other: (abs(other - size), other)):
+            there = self._ms[other]
+            both = max(there.keys() & own.keys(), default=None)
+            if both is None and own:
+                continue
+            scale = 1.0 if both is None else own[both] / there[both]
+            for arm, ms in there.items():
+                if arm not in found:
+                    found[arm] = ms * scale
         return found
 
     def tokens(self, arm: Arm) -> float:
@@ -223,6 +231,7 @@ class Gate:
         return arm
 
 
+@cache
 def size_class(num_reqs: int) -> int:
     """0 for one request, 1 for 2, 2 for 3 and 4, 3 for 5 to 8, and so on."""
     return ((num_reqs or 1) - 1).bit_length()
@@ -230,8 +239,11 @@ def size_class(num_reqs: int) -> int:
 
 def _typical(times: Sequence[float]) -> float:
     """Their mean without outliers; of a few, the minimum."""
-    if len(times) < _FEW:
-        return min(times)
-    most = _OUTLIER * median(times)
-    kept = [ms for ms in times if ms <= most]
-    return sum(kept) / len(kept)
+    ordered = sorted(times)
+    count = len(ordered)
+    if count < _FEW:
+        return ordered[0]
+    median = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
+    while ordered[-1] > _OUTLIER * median:
+        ordered.pop()
+    return sum(ordered) / len(ordered)

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
 from secrets import token_bytes
-from typing import NamedTuple
+from typing import Any
 
-from vllm_bastion.scheduler.gate import Arm, Gate
+from vllm_bastion.scheduler.gate import Arm, Gate, size_class
 from vllm_bastion.scheduler.step_line import StepLine
 from vllm_bastion.telemetry.collector import Collector
 
 
-class Choice(NamedTuple):
+@dataclass(slots=True)
+class Choice:
     """What a step ends with."""
 
     arm: Arm = Arm.PLAIN
@@ -61,6 +62,25 @@ class SchedulerState:
     """Adds up the records of steps."""
     ngram_key: bytes = field(default_factory=partial(token_bytes, 32))
     """A new one ends all groups of requests that see each other's replies."""
+
+    def observe(
+        self, scheduled: Any, plan: Any, tokens: int, predicted_ms: float, now: float
+    ) -> None:
+        """Measure a step that emitted so many tokens, and whose output arrived at `now`.
+
+        scheduled, plan: its SchedulerOutput and its StepPlan.
+        """
+        last, arm, ms = self.last, None, 0.0
+        reqs, drafts = len(scheduled.num_scheduled_tokens), scheduled.scheduled_spec_decode_tokens
+        nodes = sum(map(len, drafts.values())) if drafts else 0
+        if scheduled.total_num_scheduled_tokens == reqs + nodes:  # no prompts
+            arm = plan.arm
+            if last.arm == arm == plan.verified:
+                ms = (now - last.time) * 1e3
+            counts = self.gate.observe(plan.verified, reqs, tokens, ms)
+            if counts and predicted_ms > 0.0:
+                self.lines[size_class(reqs), plan.verified].add(predicted_ms, ms)
+        last.time, last.arm, last.ms = now, arm, ms
 
     def ngram_group(self, salt: str | None, adapter: str | None) -> int:
         """The group, not 0, of requests with this `cache_salt` and adapter."""

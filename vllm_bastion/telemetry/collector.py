@@ -49,6 +49,8 @@ class Collector:
     def add(self, step: StepRecord) -> None:
         """Add one step."""
         add(self._sums, step)
+        if not step.trees:
+            return
         trees, tokens = by_drafter(step)
         self._trees += trees
         self._accepted += tokens
