@@ -89,6 +89,7 @@ class Loop:
 def loop(request: pytest.FixtureRequest) -> Loop:
     """Four requests decode with trees whose placeholders could fill every step."""
     loop = Loop(request.param)
+    loop.scheduler.state.gate = Gate((Arm.TREE,))
     for name in "abcd":
         loop.add(name, 300)
     for _ in range(6):

@@ -123,14 +123,15 @@ def test_exploration_loses_less_than_a_hundredth() -> None:
         assert machine.rate > 0.99
 
 
+@pytest.mark.parametrize("factor", [3.0, 30.0])
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_burst_of_slow_steps_is_forgotten(lag: int) -> None:
+def test_a_burst_of_slow_steps_is_forgotten(lag: int, factor: float) -> None:
     """Wherever three slow steps fall, the right arm is back within 300 steps."""
     for right, tokens in ((Arm.PLAIN, 1.4), (Arm.TREE, 4.0)):
         for begin in range(0, 60, 3):
             costs, of = flat(plain=1.0, tree=2.0), {Arm.PLAIN: 1.0, Arm.TREE: tokens}
             machine = Machine(Gate(BOTH), costs, of, lag=lag)
-            machine.run(60, slow=lambda i, begin=begin: 30.0 if begin <= i < begin + 3 else 1.0)
+            machine.run(60, slow=lambda i, begin=begin: factor if begin <= i < begin + 3 else 1.0)
             machine.run(300)
             chosen = machine.run(200)
             assert chosen[right] > 150, (right, begin, chosen)

@@ -17,20 +17,21 @@ Imports no vLLM.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache, partial
 
-# An arm's time is the mean of its last 12 steps, outliers left out; of fewer than 8 the minimum: a
+# An arm's time is the mean of its last 24 steps, outliers left out; of fewer than 8 the minimum: a
 # burst of slow steps may have hit the others, and a time that is too low is soon corrected.
-_SAMPLES, _FEW = 12, 8
+_SAMPLES, _FEW = 24, 8
 # Exploration may cost this share of the time, in pairs of steps at least 16 steps apart. The second
 # step of a pair is the first whose time belongs to its arm alone.
 _ALLOWANCE, _EXPLORATION_STEPS, _INTERVAL = 1 / 128, 2, 16
-# Once, an arm that was unused for 128 steps is explored whatever that is expected to cost.
-_FREE, _WAIT = 1, 128
-# Steps in which an arm must have verified drafts before its y is trusted.
+# Once, an arm that was unused for 128 steps is explored whatever that is expected to cost, if it
+# seems to take 4 times as long as the arm in use: all of its steps may have been in one burst.
+_WAIT, _IMPLAUSIBLE = 128, 4
+# Drafts, one for each request of a step, that an arm must have verified before its y is trusted.
 _TRUSTED = 3
 # A time above this multiple of the median is an outlier: the process may have been stopped.
 _OUTLIER = 2.0
@@ -56,11 +57,11 @@ class _MeanTokens:
     """
 
     def __init__(self, variance: float) -> None:
-        self.mean, self.steps, self._variance, self._seen = 1.0, 0, variance, 0
+        self.mean, self.drafts, self._variance, self._seen = 1.0, 0, variance, 0
 
     def add(self, tokens: float, num_reqs: int, step: int) -> None:
         """A step, number `step` of the gate's, gave each request `tokens` on average."""
-        self.steps += 1
+        self.drafts += num_reqs
         self._variance += _PROCESS_NOISE * (step - self._seen)
         self._seen = step
         weight = self._variance / (self._variance + 1.0 / num_reqs)
@@ -89,8 +90,8 @@ class Gate:
         self._share = _ALLOWANCE / max(len(self.arms) - 1, 1)
         self._since = 0  # steps since the last exploration
         self._exploration: tuple[Arm, int] = (Arm.PLAIN, 0)  # and its steps that are left
-        # By arm: explorations so far, and the number of the step that took it last.
-        self._explored, self._last_step = Counter[Arm](), dict.fromkeys(self.arms, 0)
+        # Arms that were explored, and the number of the step that took an arm last.
+        self._explored, self._last_step = set[Arm](), dict.fromkeys(self.arms, 0)
         self._steps = 0
 
     # ---- measurements --------------------------------------------------------------------
@@ -194,7 +195,7 @@ class Gate:
 
     def _chosen(self, costs: dict[Arm, float]) -> Arm:
         for arm in reversed(self.arms):
-            if arm and self._tokens[arm].steps < _TRUSTED:
+            if arm and self._tokens[arm].drafts < _TRUSTED:
                 self.arm, self.reason = arm, "not measured yet"
                 return arm
         self.arm, self.reason, most = self.arms[-1], "not measured yet", 0.0
@@ -219,9 +220,13 @@ class Gate:
         rate = self.tokens(self.arm) / costs[self.arm]
         for arm in others:
             lost = _EXPLORATION_STEPS * (costs[arm] - self.tokens(arm) / rate)
-            free = self._explored[arm] < _FREE and self._steps - self._last_step[arm] >= _WAIT
+            free = (
+                arm not in self._explored
+                and self._steps - self._last_step[arm] >= _WAIT
+                and costs[arm] > _IMPLAUSIBLE * costs[self.arm]
+            )
             if free or lost <= self._allowance[arm]:
-                self._explored[arm] += 1
+                self._explored.add(arm)
                 self._allowance[arm] = max(self._allowance[arm] - max(lost, 0.0), 0.0)
                 return self._explore(arm, _EXPLORATION_STEPS)
         return None
