@@ -128,7 +128,7 @@ def changed_objects() -> list[str]:
 
 
 def _tables() -> dict[int, str]:
-    """Identities of the dicts that rows of the patch table name, and their targets."""
+    """Targets of the patch table that are dicts or kernels' stand-ins, by identity."""
     found: dict[int, str] = {}
     if "vllm_bastion.hooks" not in sys.modules:
         return found
@@ -137,7 +137,7 @@ def _tables() -> dict[int, str]:
     for row in every_change():
         holder, _, name = row.target.partition(":")
         value = vars(sys.modules[holder]).get(name) if holder in sys.modules else None
-        if isinstance(value, dict):
+        if isinstance(value, dict) or type(value).__name__ == "Replacement":
             found[id(value)] = row.target
     return found
 
@@ -152,10 +152,9 @@ def survey(session: Any) -> list[dict[str, Any]]:
     for holder, owner in holders():
         for name, value in list(vars(owner).items()):
             if name not in _OF_PYTHON and is_ours(value):
-                # A kernel's stand-in knows its kernel, and a table is where its row says, under
-                # whatever name and in whatever module it was imported.
-                home = getattr(value, "target", "") or homes.get(id(value), "")
-                ours[target(holder, name)] = home
+                # A table or a kernel's stand-in is where its row says, under whatever name and in
+                # whatever module it was imported.
+                ours[target(holder, name)] = homes.get(id(value), "")
     if any(op.startswith("bastion::") for op in torch._C._dispatch_get_all_op_names()):
         ours["torch.ops:bastion"] = ""
     return [{"ours": ours, "objects": changed_objects()}]
