@@ -28,9 +28,9 @@ _SAMPLES, _FEW = 24, 8
 # Exploration may cost this share of the time, in pairs of steps at least 16 steps apart. The second
 # step of a pair is the first whose time belongs to its arm alone.
 _ALLOWANCE, _EXPLORATION_STEPS, _INTERVAL = 1 / 128, 2, 16
-# Once, an arm that was unused for 128 steps is explored whatever that is expected to cost, if it
-# seems to take 4 times as long as the arm in use: all of its steps may have been in one burst.
-_WAIT, _IMPLAUSIBLE = 128, 4
+# Once, an arm that seems to take 4 times as long as the one in use is explored whatever that is
+# expected to cost: all of its steps may have been in one burst.
+_IMPLAUSIBLE = 4
 # Drafts, one for each request of a step, that an arm must have verified before its y is trusted.
 _TRUSTED = 3
 # A time above this multiple of the median is an outlier: the process may have been stopped.
@@ -220,11 +220,7 @@ class Gate:
         rate = self.tokens(self.arm) / costs[self.arm]
         for arm in others:
             lost = _EXPLORATION_STEPS * (costs[arm] - self.tokens(arm) / rate)
-            free = (
-                arm not in self._explored
-                and self._steps - self._last_step[arm] >= _WAIT
-                and costs[arm] > _IMPLAUSIBLE * costs[self.arm]
-            )
+            free = arm not in self._explored and costs[arm] > _IMPLAUSIBLE * costs[self.arm]
             if free or lost <= self._allowance[arm]:
                 self._explored.add(arm)
                 self._allowance[arm] = max(self._allowance[arm] - max(lost, 0.0), 0.0)
