@@ -49,6 +49,7 @@ def test_two_workers_give_the_tokens_and_trees_of_one(
     assert accepted > drafts > 0
 
 
+@pytest.mark.slow
 def test_two_workers_verify_alike(compare: Comparison) -> None:
     """Each times its own steps, and the first one's times are those of both."""
     batch = cases.greedy(2, tokens=120)

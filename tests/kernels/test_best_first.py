@@ -204,7 +204,7 @@ def test_kernel_equals_heap_on_random_trees(run, trees: int, made: Made) -> None
     "run", [pytest.param(expand_best_first.triton, marks=pytest.mark.gpu), expand_best_first.cpu]
 )
 @pytest.mark.parametrize(
-    "case", [(64, 16, 16, 16, 512), (1, 15, 255, 32, 256), (1, 255, 16, 16, 4096)]
+    "case", [(16, 16, 16, 16, 512), (1, 15, 255, 32, 256), (1, 255, 16, 16, 1024)]
 )
 def test_kernel_equals_heap_at_full_size(run, made: Made, case: tuple[int, ...]) -> None:
     reqs, depth, width, top_k, limit = case

@@ -32,6 +32,7 @@ EXPANDS = versions(expand_best_first.triton, expand_best_first.cpu)
 FINDS = versions(references.find_ngram, find_ngram.triton, find_ngram.cpu)
 KEEPS = versions(references.keep_replies, keep_replies.triton, keep_replies.cpu)
 ADDS = versions(add_prompt.triton, add_prompt.cpu)
+SLOW = {find_ngram.triton: 3}  # in its interpreter, which gets fewer rounds
 longest_match = partial(best_match, lengths=range(SHORTEST, LONGEST + 1))
 Found = tuple[int, bool, int]  # m, whether it is own text, p
 
@@ -143,7 +144,7 @@ def test_an_index_that_grows_by_new_tokens(run) -> None:
     """Requests that grow by steps, skip some, and leave their slots to others."""
     rng = np.random.default_rng(2)
     index = Index(4, 400)
-    for _ in range(40):
+    for _ in range(40 // SLOW.get(run, 1)):
         for slot, text in enumerate(index.texts):
             if not text or len(text) > 300 or rng.random() < 0.1:
                 # the same words in another place, or others
@@ -166,7 +167,7 @@ def test_prompts_that_are_added_in_parts(run, add) -> None:
     """From the end; a place of those, or of what the slot's last request left, is found."""
     rng = np.random.default_rng(6)
     index, missing = Index(3, 700), [0] * 3
-    for _ in range(24):
+    for _ in range(24 // SLOW.get(run, 1)):
         for slot, text in enumerate(index.texts):
             if not text or len(text) > 400 or rng.random() < 0.1:
                 old = index.texts[int(rng.integers(3))]
@@ -263,10 +264,10 @@ def test_a_ring_that_wraps_around_and_tenants_that_never_meet(run, keep) -> None
     """Every token says whose it is, and nothing but the ring is left of a request that ended."""
     rng = np.random.default_rng(5)
     index, texts, found_others = Index(6, 120, kept=150), {1: [], 2: [], 3: []}, 0
-    for _ in range(60):
+    for _ in range(60 // SLOW.get(run, 1)):
         for slot in range(6):
             group = int(index.groups[slot])
-            if group == 0 or len(index.texts[slot]) > 80:
+            if group == 0 or len(index.texts[slot]) > 40:
                 if group:
                     index.end(keep, [slot])
                     texts[group].append(index.texts[slot][int(index.begins[slot]) :])
@@ -296,7 +297,7 @@ def test_a_ring_that_wraps_around_and_tenants_that_never_meet(run, keep) -> None
             pattern = [*text[-match:], draft[0]]
             windows = zip(*(joined[i:] for i in range(len(pattern))))
             assert tuple(pattern) in windows, "a reply of the group has it"
-    assert found_others > 20 and int(index.head) > 0
+    assert found_others > 20 // SLOW.get(run, 1) and int(index.head) > 0
     kept = [(token, group) for token, group in zip(index.ring, index.ring_groups) if group]
     assert all(token // 1000 == group for token, group in kept)
 

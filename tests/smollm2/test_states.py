@@ -31,6 +31,7 @@ torch.save(pack(engine(prompts[1:2], 1.0, 50), greedy=False), sys.argv[3] + "/b-
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_stored_states_are_those_of_each_conversation(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SOURCE, str(TARGET), str(PROMPTS), str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True)
