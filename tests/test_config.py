@@ -333,6 +333,7 @@ def _target(**changes: Any) -> Any:
 
 
 HYBRID = SimpleNamespace(layer_types=["full_attention", "linear_attention"])
+CHUNKED = SimpleNamespace(layer_types=["chunked_attention", "full_attention"])
 TARGETS: dict[str, tuple[dict[str, Any], str]] = {
     "pooling": ({"runner_type": "pooling"}, "pooling"),
     "encoder-decoder": ({"is_encoder_decoder": True}, "encoder-decoder"),
@@ -350,6 +351,7 @@ TARGETS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "mla": ({"use_mla": True}, "latent attention"),
     "chunked": ({"attention_chunk_size": 8192}, "chunked local"),
+    "mixed chunked": ({"hf_text_config": CHUNKED}, "chunked local"),
     "rswa": ({"rswa_window": 128}, "R-SWA"),
     "alibi": ({"uses_alibi": True}, "ALiBi"),
     "prefix lm": ({"is_mm_prefix_lm": True}, "image tokens"),

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""2,000 random HTTP requests, 32 at a time, some given up: plain decoding's answers, and counts.
-
-Two adapters serve some of them, see `test_lora`.
-"""
+"""2,000 random HTTP requests, 32 at a time: plain decoding's answers, and counts that add up."""
 
 from __future__ import annotations
 
