@@ -131,10 +131,10 @@ class Widening:
         self.features = read + tuple(others[len(others) - added :])
 
     def dims(self, layers: int) -> Dims:
-        own = {name: getattr(self.shape, name) for name in _SIZES}
+        own = asdict(self.shape) | {"num_hidden_layers": layers}
+        del own["drafter_layers"]
         return Dims(
             **own,
-            num_hidden_layers=layers,
             max_position_embeddings=self.tiny.max_position_embeddings,
             rms_norm_eps=self.tiny.rms_norm_eps * self.norm_scale**2,
             rope_theta=self.tiny.rope_theta ** (self.shape.head_dim / self.tiny.head_dim),
@@ -289,12 +289,6 @@ class Widening:
         out = weight.new_zeros(self.shape.head_dim)
         out[self.lanes] = weight * scale
         return out
-
-
-_SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-    "head_dim",
-)  # fmt: skip
 
 
 def _pad(weight: Tensor, *sizes: int) -> Tensor:

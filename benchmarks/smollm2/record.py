@@ -42,9 +42,8 @@ def drafts(target: Target, drafter: Drafter, reply: Reply) -> tuple[np.ndarray, 
     at = torch.arange(reply.first + 1, len(reply.ids) - depth - 1)[None]
     roots = torch.tensor(reply.ids)[at]
     features = reply.states["features"][None].float()
-    with torch.autocast("cpu", torch.bfloat16):
-        states = drafter(target, features, roots, at)
-        scores = drafter.logits(target, states, roots)[0].float().log_softmax(-1)
+    states = drafter(target, features, roots, at)
+    scores = drafter.logits(target, states, roots)[0].log_softmax(-1)
     best, places = scores.topk(TOP_K)
     tokens = places if drafter.vocabulary is None else drafter.vocabulary[places]
     return tokens.numpy(), best.numpy()
@@ -109,7 +108,7 @@ def main() -> None:
     engine = Engine(fetch(), seed=0)
     render = Renderer(engine.llm.get_tokenizer(), raw=False, limit=PROMPT)
     replies = engine([render.ids(one, []) for one in prompts], 0.0, args.tokens)
-    target = load_target(fetch()).requires_grad_(False).bfloat16()
+    target = load_target(fetch()).requires_grad_(False)
     meta = json.dumps(provenance(command_line("benchmarks.smollm2.record", sys.argv[1:])))
     for folder in args.drafters:
         arrays = record(target, load_drafter(folder), list(zip(prompts, replies, strict=True)))

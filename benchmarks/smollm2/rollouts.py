@@ -24,7 +24,7 @@ from benchmarks.chat import Renderer
 from benchmarks.prompts import Prompt
 from benchmarks.smollm2 import prompts
 from benchmarks.smollm2.states import LIKELY, Reply, pack, replies_of
-from benchmarks.smollm2.target import END_OF_TURN, fetch, pair_folder
+from benchmarks.smollm2.target import END_OF_TURN, FAST_DTYPE, fetch, pair_folder
 from benchmarks.tiny.model import feature_layers
 
 # Source and temperature: one shard of each in turn.
@@ -44,7 +44,7 @@ class Engine:
         cpu = current_platform.is_cpu()
         memory = {"kv_cache_memory_bytes": 4 << 30} if cpu else {"gpu_memory_utilization": 0.1}
         sizes = {"max_num_seqs": 128 if cpu else 512, "max_model_len": 2048, **memory}
-        defaults = {"dtype": "bfloat16", "enable_prefix_caching": False, **sizes}
+        defaults = {"dtype": FAST_DTYPE, "enable_prefix_caching": False, **sizes}
         self.llm = LLM(
             str(folder), seed=seed, enforce_eager=True, disable_log_stats=True, **defaults | options
         )
@@ -73,8 +73,8 @@ class Engine:
             sampled = sample(hidden, batch, grammar)
             if self.keeps:
                 odds, likely = last["logits"].float().topk(LIKELY)
-                features = torch.cat(last["features"], dim=-1)[: batch.num_tokens].cpu()
-                odds = odds.softmax(-1).half().cpu()
+                features = torch.cat(last["features"], dim=-1)[: batch.num_tokens].bfloat16()
+                features, odds = features.cpu(), odds.softmax(-1).half().cpu()
                 states = {"features": features, "likely": likely.int().cpu(), "odds": odds}
                 self.steps.append((batch, states))
             return sampled

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.smollm2.target import FAST_DTYPE
 from benchmarks.tiny.drafter import Drafter, Selector
 from benchmarks.tiny.model import Target
 
@@ -33,7 +34,7 @@ def draft_steps(
     for step, optimisers in _steps(name, model, args):
         torch.manual_seed(step)
         batch = {k: v.to(args.device) for k, v in batch_of().items()}
-        with torch.autocast(args.device, torch.bfloat16):
+        with torch.autocast(args.device, FAST_DTYPE, FAST_DTYPE is not torch.float32):
             loss, found = drafter_loss(model, target, batch, args.anchors)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

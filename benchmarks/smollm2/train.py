@@ -23,7 +23,7 @@ from benchmarks import parser_of
 from benchmarks.smollm2.install import OURS, write_compact
 from benchmarks.smollm2.states import States
 from benchmarks.smollm2.steps import draft_steps
-from benchmarks.smollm2.target import fetch, pair_folder
+from benchmarks.smollm2.target import FAST_DTYPE, fetch, pair_folder
 from benchmarks.tiny.drafter import Drafter, Selector, load_drafter, save_drafter
 from benchmarks.tiny.model import load_target
 
@@ -81,7 +81,7 @@ def main() -> None:
     folder, source = pair_folder(), fetch()
     args.work = folder / "training"
     args.work.mkdir(parents=True, exist_ok=True)
-    target = load_target(source, args.device).requires_grad_(False).bfloat16()
+    target = load_target(source, args.device).requires_grad_(False).to(FAST_DTYPE)
     states = States()
     states.load(folder / "states")
     print(f"{len(states.rows)} replies", flush=True)
