@@ -29,7 +29,7 @@ SHARED_LIMIT = {
     capability: kilobytes * 1024
     for capability, kilobytes in {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}.items()
 }
-LAUNCH: dict[str, int] = {"dim": 0, "item": 0, "occupancy": 1}
+LAUNCH: dict[str, int] = {"dim": 0, "occupancy": 1}
 
 
 def spills_in_loop(assembly: str) -> int:
@@ -54,9 +54,8 @@ def inspect(name: str, kernel: Any) -> dict[str, Any]:
     """What became of one launch."""
     capability, (registers, stack) = kernel.metadata.target.arch, usage(kernel)
     attention = name == "tree_attention_kernel"
-    # head dimension and bytes of a query's number, of an attention launch, and programs on a
-    # multiprocessor that the grid counts on
-    launch = LAUNCH if attention else {"dim": 0, "item": 0, "occupancy": 1}
+    # an attention launch's head dimension, and programs on a multiprocessor that its grid counts on
+    launch = LAUNCH if attention else {"dim": 0, "occupancy": 1}
     return launch | {
         "name": name,
         "threads": 32 * kernel.metadata.num_warps,
@@ -93,7 +92,7 @@ def attend(
         workspace = TreeAttentionWorkspace(
             *heads, dim, dtype, 8192, 256, "cpu", window=window, max_tail=rows
         )
-    LAUNCH.update(dim=dim, item=dtype.itemsize, occupancy=workspace.tiles.occupancy)
+    LAUNCH.update(dim=dim, occupancy=workspace.tiles.occupancy)
     workspace.plan(ints[:2], ints[:1])
     step = AttentionStep(
         ints[None], ints[:2], ints[:1], ints[:1], torch.zeros(1, dtype=torch.int64),
@@ -122,7 +121,7 @@ def move_rows() -> None:
 if __name__ == "__main__":
     capability = int(sys.argv[1])
     compile_instead(capability, lambda *built: print(json.dumps(inspect(*built))))
-    bf16, fp16, fp32, fp8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+    bf16, fp16, fp8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
     # the shapes that are measured against FlashAttention
     attend(bf16, 128, (32, 8), bf16, 0.0)
     if "all" in sys.argv:
@@ -139,9 +138,6 @@ if __name__ == "__main__":
         if capability in (90, 100):
             attend(bf16, 512, (32, 4), bf16, 0.0)
             attend(bf16, 512, (32, 4), fp8, 0.0, query_dtype=fp8)
-        attend(fp32, 64, (6, 2), fp32, 0.0)
-        attend(fp32, 128, (6, 2), fp32, 0.0)
-        attend(fp32, 256, (8, 4), fp32, 0.0)
         # Triton does not convert from this type for earlier GPUs
         if capability >= 89:
             attend(bf16, 64, (14, 2), fp8, 0.0)
