@@ -23,8 +23,8 @@ from benchmarks import parser_of
 from benchmarks.chat import Renderer
 from benchmarks.prompts import Prompt
 from benchmarks.smollm2 import prompts
-from benchmarks.smollm2.states import LIKELY, Reply, pack, replies_of
-from benchmarks.smollm2.target import END_OF_TURN, FAST_DTYPE, fetch, pair_folder
+from benchmarks.smollm2.states import FAST_DTYPE, LIKELY, Reply, pack, replies_of
+from benchmarks.smollm2.target import END_OF_TURN, fetch, pair_folder
 from benchmarks.tiny.model import feature_layers
 
 # Source and temperature: one shard of each in turn.

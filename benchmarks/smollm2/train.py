@@ -21,9 +21,9 @@ from torch import Tensor
 
 from benchmarks import parser_of
 from benchmarks.smollm2.install import OURS, write_compact
-from benchmarks.smollm2.states import States
+from benchmarks.smollm2.states import FAST_DTYPE, States
 from benchmarks.smollm2.steps import draft_steps
-from benchmarks.smollm2.target import FAST_DTYPE, fetch, pair_folder
+from benchmarks.smollm2.target import fetch, pair_folder
 from benchmarks.tiny.drafter import Drafter, Selector, load_drafter, save_drafter
 from benchmarks.tiny.model import load_target
 

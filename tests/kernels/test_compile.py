@@ -2,7 +2,7 @@
 """Every kernel compiles for the GPUs it is meant for, without one, by the Triton of their users.
 
 The scripts that compile run in a process in which Triton does. Triton 3.7.1 belongs to vLLM 0.32
-for CUDA; it refuses on sm_100 what 3.8 and 3.9 compile, and spills more registers.
+for CUDA; it fails on sm_100 at code that 3.8 and 3.9 compile, and spills more registers.
 """
 
 from __future__ import annotations
@@ -93,12 +93,16 @@ def test_kernels_compile_use_matrix_instructions_and_do_not_spill(
         assert -(-k["registers"] // 8) * 8 * k["threads"] * k["occupancy"] <= REGISTERS, k
         shared = (k["shared"] + SHARED_OF_SYSTEM) * k["occupancy"]
         assert shared <= k["shared_limit"] + SHARED_OF_SYSTEM, k
-        # What Triton 3.7.1 puts by for a block of queries. In the loop over tiles nothing may be.
+        # bytes that Triton 3.7.1 spills once for a block of queries
         assert k["stack"] <= (416 if capability == BLACKWELL else 176), k
-        # registers are short for heads of 512, of 256 on sm_80, and of 64 with fp8 on sm_120
-        crowded = k["dim"] == 512 or capability in (80, 120)
+        # In the loop over tiles nothing spills, except for heads that leave too few registers: of
+        # 512, of 256 on sm_80, and of 64 with fp8 on sm_120.
+        crowded = k["dim"] == 512 or (capability, k["dim"]) in ((80, 256), (120, 64))
         assert k["spills_in_loop"] <= (12 if crowded else 0), k
         # Each warp could see another value, branch on it, and miss a barrier.
         assert not k["volatile"], k
     for k in attention:
         assert k["wgmma"] == (k["dim"] <= 256 and capability == HOPPER), k
+    if capability == HOPPER:
+        # the shapes that are measured against FlashAttention
+        assert attention[0]["stack"] <= 112
