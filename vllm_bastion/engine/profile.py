@@ -26,8 +26,9 @@ from vllm_bastion.policy.cost import Estimator, ModelShape, device_spec
 
 logger = init_logger(__name__)
 
-# Rows to time without graphs. Times rise by steps, most of them below 32 rows.
-_ROWS = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 128, 256, 512)
+# Rows to time without graphs, in this order. What is not reached is extrapolated from the largest
+# two: neighbours may differ by noise alone, and then 64 nodes would seem to cost what 16 do.
+_ROWS = (1, 4, 16, 64, 2, 8, 32, 6, 12, 24, 10, 20, 128, 48, 256, 512)
 # Cached tokens of a dummy request.
 _CONTEXT = 16
 # Runs of each size that count; seconds that all sizes may take on a CPU.
@@ -81,8 +82,7 @@ def _time(runner: Any) -> tuple[Curve, Curve]:
     """ms of drafts by requests, and of passes by rows, at the sizes of vLLM's graphs and beyond.
 
     A size's first run does not count: a CPU compiles products for each new number of rows. There as
-    many sizes are timed, the smaller ones first, as `_SECONDS` allow. Ranks run the same ones: rank
-    0 says how long they have taken.
+    many sizes are timed as `_SECONDS` allow; for all ranks, rank 0 says when that is.
     """
     sizes, manager = _captured(runner), runner.adaptive_verification
     rows = sizes + _beyond(sizes, runner.max_num_tokens, manager.max_total_logits)
