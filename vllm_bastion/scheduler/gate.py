@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from enum import IntEnum
 from functools import cache, partial
 
-# An arm's time is the mean of its last 24 steps, outliers left out; of fewer than 8 the minimum: a
-# burst of slow steps may have hit the others, and a time that is too low is soon corrected.
+# An arm's time is the mean of its last 24 steps, outliers left out; of fewer than 8 the lower
+# median: a burst of slow steps may have hit one, and by the minimum exploration seems free.
 _SAMPLES, _FEW = 24, 8
 # Exploration may cost this share of the time, in pairs of steps at least 16 steps apart. The second
 # step of a pair is the first whose time belongs to its arm alone.
@@ -31,8 +31,8 @@ _ALLOWANCE, _EXPLORATION_STEPS, _INTERVAL = 1 / 128, 2, 16
 # Once, an arm that seems to take 4 times as long as the one in use is explored whatever that is
 # expected to cost: all of its steps may have been in one burst.
 _IMPLAUSIBLE = 4
-# Drafts, one for each request of a step, that an arm must have verified before its y is trusted.
-_TRUSTED = 3
+# Drafts, one for each request of a step, that trees must have had before their y is trusted.
+_TRUSTED = 16
 # A time above this multiple of the median is an outlier: the process may have been stopped.
 _OUTLIER = 2.0
 
@@ -47,8 +47,8 @@ class Arm(IntEnum):
 
 # Variances are relative to that of one request's tokens in a step. Process noise of y in a step:
 _PROCESS_NOISE = 1 / 2048
-# Variance of y before any step. Small for n-gram drafts: one lucky draft must not win.
-_INITIAL_VARIANCE = {Arm.NGRAM: 1 / 8, Arm.TREE: 1e6}
+# Before any step.
+_INITIAL_VARIANCE = 1e6
 
 
 class _MeanTokens:
@@ -56,8 +56,8 @@ class _MeanTokens:
     been observed, the more its next step counts.
     """
 
-    def __init__(self, variance: float) -> None:
-        self.mean, self.drafts, self._variance, self._seen = 1.0, 0, variance, 0
+    def __init__(self) -> None:
+        self.mean, self.drafts, self._variance, self._seen = 1.0, 0, _INITIAL_VARIANCE, 0
 
     def add(self, tokens: float, num_reqs: int, step: int) -> None:
         """A step, number `step` of the gate's, gave each request `tokens` on average."""
@@ -80,7 +80,7 @@ class Gate:
         self.arms = tuple(arms)
         self.arm = self.arms[-1]
         self.reason = "no measurement yet"
-        self._tokens = {arm: _MeanTokens(_INITIAL_VARIANCE.get(arm, 0.0)) for arm in self.arms}
+        self._tokens = {arm: _MeanTokens() for arm in self.arms}
         self._times = defaultdict[tuple[int, Arm], deque[float]](partial(deque, maxlen=_SAMPLES))
         # By size class: milliseconds of the arms that it has measured, and `costs`.
         self._ms = defaultdict[int, dict[Arm, float]](dict)
@@ -194,11 +194,9 @@ class Gate:
         return arm
 
     def _chosen(self, costs: dict[Arm, float]) -> Arm:
-        for arm in reversed(self.arms):
-            if arm and self._tokens[arm].drafts < _TRUSTED:
-                self.arm, self.reason = arm, "not measured yet"
-                return arm
         self.arm, self.reason, most = self.arms[-1], "not measured yet", 0.0
+        if self.arm and self._tokens[self.arm].drafts < _TRUSTED:
+            return self.arm
         for arm in self.arms:
             if arm in costs and (rate := self._tokens[arm].mean / costs[arm]) > most:
                 # Ties go to the first one, the simplest arm.
@@ -239,11 +237,11 @@ def size_class(num_reqs: int) -> int:
 
 
 def _typical(times: Sequence[float]) -> float:
-    """Their mean without outliers; of a few, the minimum."""
+    """Their mean without outliers; of a few, the median."""
     ordered = sorted(times)
     count = len(ordered)
     if count < _FEW:
-        return ordered[0]
+        return ordered[(count - 1) // 2]
     median = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
     while ordered[-1] > _OUTLIER * median:
         ordered.pop()
