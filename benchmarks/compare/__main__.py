@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -19,10 +19,10 @@ from benchmarks.e2e.methods import PLAIN
 from benchmarks.e2e.report import by_method, by_start, numbers
 from benchmarks.e2e.store import Row
 from benchmarks.pairs import REAL
+from benchmarks.smollm2.states import FAST_DTYPE
 from benchmarks.widen import pair_of
 
 _SHORT = {"domain": "14 tokens", "params": {"max_tokens": 14}}
-_FEW = ("--round", "16")  # prompts of a round, where steps take long
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,7 @@ class SetUp:
     Args:
         words: of the method, see `benchmarks.e2e.methods`.
         seconds: of each load; a large model needs more for as many rounds.
-        tokens: of a reply.
         short: also decode the prompts with short replies.
-        options: of `benchmarks.e2e`.
     """
 
     name: str
@@ -42,18 +40,16 @@ class SetUp:
     loads: tuple[int, ...]
     words: str = "bastion"
     seconds: float = 20.0
-    tokens: int = 64
     short: bool = False
-    options: tuple[str, ...] = ()
 
 
 SET_UPS = (
     SetUp("tiny", "tiny", (1, 8, 16), short=True),
     SetUp("tiny, random drafter", "tiny", (1, 16), "bastion drafter=random"),
     SetUp("hybrid", "hybrid", (1, 8)),
-    SetUp("SmolLM2", REAL, (1, 4, 16), "bastion", 36.0, 48, False, _FEW),
-    SetUp("0.6B, DFlash", "0.6B", (1, 4, 8), "bastion", 48.0, 32, False, _FEW),
-    SetUp("0.6B, DFlash2", "0.6B", (1, 4, 8), "bastion drafter=dflash2", 48.0, 32, False, _FEW),
+    SetUp("SmolLM2", REAL, (1, 4, 16), "bastion", 36.0),
+    SetUp("0.6B, DFlash", "0.6B", (1, 4, 8), "bastion", 48.0),
+    SetUp("0.6B, DFlash2", "0.6B", (1, 4, 8), "bastion drafter=dflash2", 48.0),
 )
 
 
@@ -62,21 +58,26 @@ def decode(one: SetUp, other: Path, seconds: float | None, folder: Path) -> list
     # Compiled code depends on the number of threads, which vLLM's cache does not know.
     os.environ["VLLM_CACHE_ROOT"] = str(cache_dir() / "compare" / "vllm")
     os.environ.pop("OMP_NUM_THREADS", None)
+    dtype = ["--dtype", str(FAST_DTYPE).removeprefix("torch.")]
     if one.pair in ("tiny", "hybrid"):  # waking a second thread costs more than it saves
-        os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ["OMP_NUM_THREADS"], dtype = "1", []
     if one.words.endswith("dflash2"):
         pair_of(one.pair, kinds=("dflash2",))
     source = ROOT / "benchmarks" / "verify.jsonl" if one.pair == REAL else TINY / "prompts.jsonl"
     prompts = folder / "prompts.jsonl"  # without their domains: all are one set
-    found = [{"prompt": json.loads(line)["prompt"]} for line in source.read_text().splitlines()]
+    lines = [*islice(cycle(source.read_text().splitlines()), 64)]
+    # Of one length, replies of plain decoding would end, and the next ones begin, in the same step.
+    found = [
+        {"prompt": json.loads(line)["prompt"], "params": {"max_tokens": 16 + 29 * i % 49}}
+        for i, line in enumerate(lines)
+    ]
     found += [row | _SHORT for row in found] * one.short
     prompts.write_text("".join(json.dumps(row) + "\n" for row in found))
     words = [
-        "--pair", one.pair, "--methods", one.words, "--against", str(other),
-        "--jsonl", str(prompts), "--samples", "48", "--tokens", str(one.tokens),
-        "--concurrency", *map(str, one.loads), "--alive", "3", "--passes", "50",
-        "--starts", "2", "--seconds", str((seconds or one.seconds) / 2),
-        "--out", str(folder / f"{one.name.replace(', ', '-')}.jsonl"), *one.options,
+        "--pair", one.pair, "--methods", one.words, "--against", str(other), "--starts", "2",
+        "--jsonl", str(prompts), "--samples", "64", "--alive", "3", "--passes", "50", *dtype,
+        "--seconds", str((seconds or one.seconds) / 2), "--concurrency", *map(str, one.loads),
+        "--out", str(folder / f"{one.name.replace(', ', '-')}.jsonl"),
     ]  # fmt: skip
     return e2e.run(e2e.parse(words), words, judged=False).rows
 
@@ -118,18 +119,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("other", type=Path, help="another checkout")
     parser.add_argument("--seconds", type=float, help="of each load, in place of 20 to 48")
     parser.add_argument("--only", nargs="+", default=[one.name for one in SET_UPS])
-    parser.add_argument("--out", type=Path, help="a folder that keeps every round")
+    parser.add_argument("--out", type=Path, required=True, help="a folder that keeps every round")
     given = parser.parse_args(argv)
     lines = [f"| {' | '.join(_HEAD)} |", "|---" * len(_HEAD) + "|"]
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = given.out or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        for one in SET_UPS:
-            if one.name in given.only:
-                lines += lines_of(one, decode(one, given.other, given.seconds, folder))
-                print("\n".join(lines), flush=True)
-                if given.out is not None:
-                    (folder / "table.md").write_text("\n".join(lines) + "\n")
+    given.out.mkdir(parents=True, exist_ok=True)
+    for one in SET_UPS:
+        if one.name in given.only:
+            lines += lines_of(one, decode(one, given.other, given.seconds, given.out))
+            print("\n".join(lines), flush=True)
+            (given.out / "table.md").write_text("\n".join(lines) + "\n")
     return 0
 
 

@@ -23,9 +23,9 @@ the rounds that are missing, and the page is written beside it. `--report FILE` 
 file again.
 
 - *over plain*: plain decoding's cost of a token over the method's, the mean of the sets. With one
-  request at a time that is (end - first token) / (tokens - 1), as in the paper; else all time,
-  prompts included, over all tokens. Intervals are bootstrap intervals over rounds; *median* is of
-  the rounds' own ratios.
+  request at a time that is (end - first token) / (tokens - 1), as in the paper; else the time,
+  prompts included, over the tokens while all of them are in flight. Intervals are bootstrap
+  intervals over rounds; *median* is of the rounds' own ratios.
 - *tau*: tokens per target forward. *N*: verified draft tokens per forward.
 - *T_verify*, *T_draft*, *T_aux*: target with its head, drafter with the tree, and the rest of a
   step, over the steps in which no prompt ended. On a GPU the first two are times of the device.

@@ -256,12 +256,13 @@ def summary(responses: Sequence[Response]) -> Row:
     """What the responses of a round say together; times are of the engine's own turns.
 
     `token_ms` is the mean over responses of (end - first token) / (tokens - 1), as in the paper.
+    `tokens` and `seconds` end when the round has no prompt left for a reply that has ended.
     """
     each = [1e3 * (r.end_s - r.first_s) / max(1, len(r.token_ids) - 1) for r in responses]
     return {
         "responses": len(responses),
-        "tokens": sum(len(r.token_ids) for r in responses),
-        "seconds": max(r.end_s for r in responses) - min(r.begin_s for r in responses),
+        "tokens": sum(r.busy_tokens for r in responses),
+        "seconds": max(r.busy_s for r in responses) - min(r.begin_s for r in responses),
         "token_ms": sum(each) / len(each),
         "ttft_ms": 1e3 * sum(r.first_s - r.begin_s for r in responses) / len(responses),
         **{name: sum(getattr(r, name) for r in responses) for name in _SUMS},

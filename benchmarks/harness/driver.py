@@ -29,7 +29,8 @@ class Response:
 
     Moments are seconds of the process's clock, which stands still while other engines have their
     turns. `steps` and its milliseconds are sums over the steps that decoded for this request beside
-    any others, and in which no prompt ended.
+    any others, and in which no prompt ended. `busy_s` and `busy_tokens` are the moment from which
+    fewer requests than `concurrency` were in flight, and the tokens that it had by then.
     """
 
     name: str
@@ -45,6 +46,8 @@ class Response:
     step_ms: float = 0.0
     verify_ms: float = 0.0
     draft_ms: float = 0.0
+    busy_s: float = 0.0
+    busy_tokens: int = 0
 
 
 def start_driver(engine: Engine) -> Driver:
@@ -150,6 +153,7 @@ class Driver:
                 self._clock.watch(proposer, "propose", "draft")
         self._responses: list[Response] = []
         self._waited_s = 0.0  # in other engines' turns
+        self._refills = 0  # replies that may end before a place stays empty
 
     def drive(
         self,
@@ -169,14 +173,16 @@ class Driver:
         self._stream = stream
         named = [(str(index), request) for index, request in enumerate(requests)]
         self._responses = [Response(request.name) for request in requests]
+        self._refills = max(0, len(requests) - concurrency)
         original = self._scheduler.update_from_output
         watch_steps(self._scheduler, self._count)
         self._watch_times()
         turn_ends = self._now() + turn_s
         for outputs in keep_busy(self._llm.llm_engine, named, concurrency, self._begin):
             now = self._now()
+            busy = self._refills >= 0
             for output in outputs:
-                self._note(output, now)
+                self._note(output, now, busy)
             if now >= turn_ends:
                 self._waited_s += end_turn()
                 turn_ends = self._now() + turn_s
@@ -186,11 +192,14 @@ class Driver:
     def _now(self) -> float:
         return time.perf_counter() - self._waited_s
 
-    def _note(self, output: Any, now: float) -> None:
+    def _note(self, output: Any, now: float, busy: bool) -> None:
         index = request_index(output.request_id)
         response = self._responses[index]
         response.first_s = response.first_s or now
+        if busy:
+            response.busy_s, response.busy_tokens = now, len(output.outputs[0].token_ids)
         if output.finished:
+            self._refills -= 1
             response.token_ids = list(output.outputs[0].token_ids)
             response.prompt_ids = list(getattr(output, "prompt_token_ids", None) or ())
             response.end_s = now

@@ -71,10 +71,6 @@ class Recording:
     def depth(self) -> int:
         return self.topk_tokens.shape[1]
 
-    @property
-    def num_steps(self) -> int:
-        return len(self.step_requests)
-
 
 def load_recording(path: Path) -> Recording:
     """Read and check a recording. Raises ValueError: another format version, or see `Recording`."""

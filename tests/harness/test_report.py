@@ -64,11 +64,11 @@ def test_numbers_are_sums_over_sums() -> None:
 
 
 def test_a_summary_has_the_papers_time_per_token() -> None:
-    first = Response("a", [1] * 11, 3, 0.0, 0.5, 1.5, 10, 5, 20)
-    second = Response("b", [1] * 21, 3, 1.0, 1.25, 2.25, 20, 5, 20)
+    first = Response("a", [1] * 11, 3, 0.0, 0.5, 1.5, 10, 5, 20, busy_s=1.5, busy_tokens=11)
+    second = Response("b", [1] * 21, 3, 1.0, 1.25, 2.25, 20, 5, 20, busy_s=2.0, busy_tokens=16)
     found = summary([first, second])
-    assert found["token_ms"] == pytest.approx((100 + 50) / 2) and found["seconds"] == 2.25
-    assert found["tokens"] == 32 and found["emitted"] == 30 and found["ttft_ms"] == 375
+    assert found["token_ms"] == pytest.approx((100 + 50) / 2) and found["seconds"] == 2.0
+    assert found["tokens"] == 27 and found["emitted"] == 30 and found["ttft_ms"] == 375
 
 
 def test_replies_that_differ_are_counted_and_near_ties_shown() -> None:

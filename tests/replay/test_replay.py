@@ -27,7 +27,7 @@ def corpus():
 def test_ranks_come_from_the_continuation(corpus):
     recording = corpus.recording
     ranks = target_ranks(recording)
-    for step in (0, 17, recording.num_steps - 1):
+    for step in (0, 17, len(recording.step_requests) - 1):
         request, position = recording.step_requests[step], recording.step_positions[step]
         after = recording.tokens[recording.token_offsets[request] + position :]
         for d, token in enumerate(after[: recording.depth]):
@@ -65,7 +65,7 @@ def test_times_are_the_sums_of_the_steps(corpus):
 
 def test_acceptance_matches_the_surrogate_for_a_calibrated_drafter(corpus):
     # the synthetic target follows the drafter, so the mean is exact (Proposition 1)
-    trees = [corpus.tree(step) for step in range(corpus.recording.num_steps)]
+    trees = [corpus.tree(step) for step in range(len(corpus.recording.step_requests))]
     predicted = np.array([tree.rho[:64].sum() for tree in trees])
     accepted = np.array([tree.accepted(64) for tree in trees])
     spread = accepted.std() / np.sqrt(len(accepted))
