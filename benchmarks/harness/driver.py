@@ -29,8 +29,8 @@ class Response:
 
     Moments are seconds of the process's clock, which stands still while other engines have their
     turns. `steps` and its milliseconds are sums over the steps that decoded for this request beside
-    any others, and in which no prompt ended. `busy_s` and `busy_tokens` are the moment from which
-    fewer requests than `concurrency` were in flight, and the tokens that it had by then.
+    any others, and in which no prompt ended. `busy_s` and `busy_tokens` are its end, or the moment
+    from which fewer than `concurrency` were in flight, and the tokens that it had by then.
     """
 
     name: str
@@ -173,7 +173,7 @@ class Driver:
         self._stream = stream
         named = [(str(index), request) for index, request in enumerate(requests)]
         self._responses = [Response(request.name) for request in requests]
-        self._refills = max(0, len(requests) - concurrency)
+        self._refills = max(0, len(requests) - concurrency) or len(requests)
         original = self._scheduler.update_from_output
         watch_steps(self._scheduler, self._count)
         self._watch_times()
