@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 from benchmarks.e2e.methods import PLAIN, Method
 from benchmarks.harness.driver import Response
@@ -76,8 +75,8 @@ class Process:
         now, self._requests = self._requests[: self._size], self._requests[self._size :]
         end_s = self._host.seconds.get(self.name, 0.1)
         for one in now:
-            told = Response(one.name, [7, 8], [1, 2, 3], end_s=end_s, busy_s=end_s, busy_tokens=2)
-            items(replace(told, emitted=1, forwards=1, verified=1))
+            busy = {"busy_s": end_s, "busy_tokens": 2}
+            items(Response(one.name, [7, 8], [1, 2, 3], 0.0, 0.0, end_s, 1, 1, 1, **busy))
         return not self._requests
 
     def next_turn(self) -> None:

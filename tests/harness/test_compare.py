@@ -24,7 +24,8 @@ def test_a_line_for_each_load_has_the_ratios_of_both_starts(
     main([str(ROOT), "--seconds", "0.02", "--only", "tiny", "--out", str(tmp_path)])
     order = ["ours", "theirs", "plain"]
     assert host.started == [(name, 16) for name in [*order, *reversed(order)]]
-    assert (table := capsys.readouterr().out) == (tmp_path / "table.md").read_text()
+    table = (tmp_path / "table.md").read_text()
+    assert table == capsys.readouterr().out
     lines = [line for line in table.splitlines() if "2.000, 2.000" in line]
     assert len(lines) == len(SET_UPS[0].loads) * 2, "with long and with short replies"
     for line in lines:

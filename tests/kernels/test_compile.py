@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kernel compiles for the GPUs it is meant for, without one, by the Triton of their users.
 
-The scripts that compile run in a process in which Triton does. Triton 3.7.1 belongs to vLLM 0.32
-for CUDA; it fails on sm_100 at code that 3.8 and 3.9 compile, and spills more registers.
+The scripts that compile run in a process in which Triton does.
 """
 
 from __future__ import annotations

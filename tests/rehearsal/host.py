@@ -172,16 +172,14 @@ def _join(engine: Any, counter: Counter, add: Any, timed: bool, listed: int) -> 
     """The cell of the step in which a prompt joins, the first one after it was added."""
     counter.begin()
     counter.on = False
-    times = []
+    times: list[float] = []
     for i in range(8):
         for part in ("calls", "ms") if timed else ("calls",):
             name = f"{part}-{i}"
             add(name, _PROMPT)
             counter.on = part == "calls"
-            ms = _ms(engine)
+            times += [_ms(engine)] * (part == "ms")
             counter.on = False
-            if part == "ms":
-                times.append(ms)
             for _ in range(3):
                 engine.step()
             engine.abort_request([name])

@@ -60,9 +60,8 @@ class Machine:
     def _drawn(self, arm: Arm, reqs: int) -> int:
         """Tokens of a step: geometric with the arm's mean."""
         more = 1.0 - 1.0 / self.tokens[arm]
-        return sum(
-            1 + sum(1 for _ in iter(lambda: self.random.random() < more, False))
-            for _ in range(reqs)
+        return reqs + sum(
+            sum(1 for _ in iter(lambda: self.random.random() < more, False)) for _ in range(reqs)
         )
 
     @property
@@ -190,6 +189,18 @@ def test_an_arm_that_became_faster_is_found_at_its_next_trial() -> None:
     assert gate.choose(1) == Arm.PLAIN
     gate.observe(Arm.TREE, 1, 2, 1.4)
     assert gate.costs(1)[Arm.TREE] == pytest.approx(1.4)
+
+
+def test_one_lucky_copy_wins_no_steps() -> None:
+    """Of the first n-gram drafts one copies 16 tokens, the others nothing; trees yield 4."""
+    gate = Gate(ALL)
+    gate.observe(Arm.TREE, 16, 64, 1.8)
+    for tokens in (1, 1, 16, 1, 1):
+        gate.observe(Arm.NGRAM, 1, tokens, 1.1)
+        gate.observe(Arm.PLAIN, 1, 1, 1.0)
+        gate.observe(Arm.TREE, 1, 4, 1.8)
+        gate.choose(1)
+        assert gate.arm == Arm.TREE
 
 
 def test_text_whose_first_half_copies() -> None:

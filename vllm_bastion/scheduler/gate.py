@@ -47,8 +47,8 @@ class Arm(IntEnum):
 
 # Variances are relative to that of one request's tokens in a step. Process noise of y in a step:
 _PROCESS_NOISE = 1 / 2048
-# Before any step.
-_INITIAL_VARIANCE = 1e6
+# Variance of y before any step. Small for n-gram drafts: one lucky draft must not win.
+_INITIAL_VARIANCE = {Arm.NGRAM: 1 / 8, Arm.TREE: 1e6}
 
 
 class _MeanTokens:
@@ -56,8 +56,8 @@ class _MeanTokens:
     been observed, the more its next step counts.
     """
 
-    def __init__(self) -> None:
-        self.mean, self.drafts, self._variance, self._seen = 1.0, 0, _INITIAL_VARIANCE, 0
+    def __init__(self, variance: float) -> None:
+        self.mean, self.drafts, self._variance, self._seen = 1.0, 0, variance, 0
 
     def add(self, tokens: float, num_reqs: int, step: int) -> None:
         """A step, number `step` of the gate's, gave each request `tokens` on average."""
@@ -80,7 +80,7 @@ class Gate:
         self.arms = tuple(arms)
         self.arm = self.arms[-1]
         self.reason = "no measurement yet"
-        self._tokens = {arm: _MeanTokens() for arm in self.arms}
+        self._tokens = {arm: _MeanTokens(_INITIAL_VARIANCE.get(arm, 0.0)) for arm in self.arms}
         self._times = defaultdict[tuple[int, Arm], deque[float]](partial(deque, maxlen=_SAMPLES))
         # By size class: milliseconds of the arms that it has measured, and `costs`.
         self._ms = defaultdict[int, dict[Arm, float]](dict)
