@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from scipy.optimize import isotonic_regression
 from vllm.distributed.parallel_state import get_world_group
 
 from vllm_bastion import envs
@@ -26,9 +27,9 @@ from vllm_bastion.policy.cost import Estimator, ModelShape, device_spec
 
 logger = init_logger(__name__)
 
-# Rows to time without graphs, in this order. What is not reached is extrapolated from the largest
-# two: neighbours may differ by noise alone, and then 64 nodes would seem to cost what 16 do.
-_ROWS = (1, 4, 16, 64, 2, 8, 32, 6, 12, 24, 10, 20, 128, 48, 256, 512)
+# Rows to time without graphs: all runs of a group, then the next one's. A few sizes far apart say
+# more than many that were timed once: by noise alone, 64 rows can then seem to cost what 8 do.
+_ROWS = ((1, 4, 16, 64), (2, 8, 32, 128), (6, 12, 24, 48, 256), (10, 20, 512))
 # Cached tokens of a dummy request.
 _CONTEXT = 16
 # Runs of each size that count; seconds that all sizes may take on a CPU.
@@ -85,13 +86,17 @@ def _time(runner: Any) -> tuple[Curve, Curve]:
     many sizes are timed as `_SECONDS` allow; for all ranks, rank 0 says when that is.
     """
     sizes, manager = _captured(runner), runner.adaptive_verification
-    rows = sizes + _beyond(sizes, runner.max_num_tokens, manager.max_total_logits)
+    most = min(runner.max_num_tokens, manager.max_total_logits)
+    groups = [[n for n in group if n <= most] for group in _ROWS]
+    if sizes:
+        groups = [sizes + _beyond(sizes, runner.max_num_tokens)]
+    runs = [n for group in groups for n in [*sorted(group * 2), *group * (_RUNS - 1)]]
     # Without graphs, costs between two sizes are interpolated.
     manager._cudagraph_limit = sizes[-1] if sizes else 1
     timing, started = _Timing(runner), time.perf_counter()
     own, runner.step_timing = runner.step_timing, timing
     try:
-        for i, size in enumerate([*(n for n in rows for _ in range(2)), *rows * (_RUNS - 1)]):
+        for i, size in enumerate(runs):
             tree_step(runner, size)
             if not current_host().runs_ahead and i:
                 spent = get_world_group().broadcast_object(time.perf_counter() - started, src=0)
@@ -108,7 +113,7 @@ def _time(runner: Any) -> tuple[Curve, Curve]:
             if full_graph or not sizes:
                 draft[reqs].append(marks[2].elapsed_time(marks[3]))
         seen.add(size)
-    return _medians(draft), _medians(forward)
+    return _curve(draft), _curve(forward)
 
 
 class _Mark:
@@ -161,18 +166,15 @@ def _captured(runner: Any) -> list[int]:
     return [] if manager is None else list(manager.captured_token_counts())
 
 
-def _beyond(sizes: list[int], most: int, most_logits: int) -> list[int]:
-    """A few sizes beyond the largest graph, where steps run without; all sizes without graphs."""
-    if not sizes:
-        return [n for n in _ROWS if n <= min(most, most_logits)]
-    found = [min(sizes[-1] + 1, most)]
-    while found[-1] < most and len(found) < 4:
-        found.append(min(2 * found[-1], most))
-    return [n for n in found if n > sizes[-1]]
+def _beyond(sizes: list[int], most: int) -> list[int]:
+    """A few sizes beyond the largest graph, where steps run without."""
+    return sorted({min((sizes[-1] + 1) << i, most) for i in range(4)} - {sizes[-1]})
 
 
-def _medians(samples: dict[int, list[float]]) -> Curve:
-    return [(size, median(times)) for size, times in sorted(samples.items())]
+def _curve(samples: dict[int, list[float]]) -> Curve:
+    """The medians; where a larger size seems cheaper, their mean (isotonic regression)."""
+    medians = {size: median(samples[size]) for size in sorted(samples)}
+    return list(zip(medians, isotonic_regression([*medians.values()]).x.tolist(), strict=True))
 
 
 def tree_step(runner: Any, rows: int) -> None:
