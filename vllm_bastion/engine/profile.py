@@ -28,12 +28,13 @@ from vllm_bastion.policy.cost import Estimator, ModelShape, device_spec
 logger = init_logger(__name__)
 
 # Rows to time without graphs: all runs of a group, then the next one's. A few sizes far apart say
-# more than many that were timed once: by noise alone, 64 rows can then seem to cost what 8 do.
-_ROWS = ((1, 4, 16, 64), (2, 8, 32, 128), (6, 12, 24, 48, 256), (10, 20, 512))
+# more than many that were timed once: by noise alone, 64 rows can then seem to cost what 8 do. The
+# 17th row opens a second tile of AMX registers, which costs a quarter more.
+_ROWS = ((1, 64, 16, 128, 17), (4, 32, 48, 256), (2, 8, 24, 33, 512))
 # Cached tokens of a dummy request.
 _CONTEXT = 16
 # Runs of each size that count; seconds that all sizes may take on a CPU.
-_RUNS, _SECONDS = 5, 2.0
+_RUNS, _SECONDS = 4, 2.8
 
 Curve = list[tuple[int, float]]
 
@@ -90,7 +91,7 @@ def _time(runner: Any) -> tuple[Curve, Curve]:
     groups = [[n for n in group if n <= most] for group in _ROWS]
     if sizes:
         groups = [sizes + _beyond(sizes, runner.max_num_tokens)]
-    runs = [n for group in groups for n in [*sorted(group * 2), *group * (_RUNS - 1)]]
+    runs = [n for own in groups for n in [*(n for n in own for _ in "12"), *own * (_RUNS - 1)]]
     # Without graphs, costs between two sizes are interpolated.
     manager._cudagraph_limit = sizes[-1] if sizes else 1
     timing, started = _Timing(runner), time.perf_counter()
@@ -109,8 +110,7 @@ def _time(runner: Any) -> tuple[Curve, Curve]:
     for full_graph, size, reqs, marks in timing.steps():
         if size in seen:
             forward[size].append(marks[0].elapsed_time(marks[1]))
-            # Beyond the graphs the host's launches would open gaps between the drafter's marks.
-            if full_graph or not sizes:
+            if full_graph or not sizes:  # beyond the graphs, launches open gaps between marks
                 draft[reqs].append(marks[2].elapsed_time(marks[3]))
         seen.add(size)
     return _curve(draft), _curve(forward)
