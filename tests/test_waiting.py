@@ -25,7 +25,6 @@ from vllm_bastion.hooks.scheduler import BastionAsyncScheduler, BastionScheduler
 from vllm_bastion.scheduler.gate import Arm, Gate
 
 NODES, ROWS, BLOCKS = 64, 128, 4096
-SOON = 40  # steps; the others take 300
 
 
 class Loop:
@@ -69,8 +68,7 @@ class Loop:
         StepReport(verified).attach(output)
         self._in_flight.append((step, output))
         if len(self._in_flight) > self._ahead:
-            ended, output = self._in_flight.popleft()
-            self.scheduler.update_from_output(ended, output)
+            self.scheduler.update_from_output(*self._in_flight.popleft())
             if not self._ahead:
                 count = step.num_spec_tokens_to_schedule
                 # Trees of a grammar need its back end.
@@ -81,8 +79,8 @@ class Loop:
         return step
 
     def comes_in(self, name: str) -> bool:
-        """Whether the request has rows soon."""
-        return any(name in self.step().num_scheduled_tokens for _ in range(SOON))
+        """Whether the request has rows within 40 steps; the others take 300."""
+        return any(name in self.step().num_scheduled_tokens for _ in range(40))
 
 
 @pytest.fixture(params=[BastionScheduler, BastionAsyncScheduler])
@@ -92,9 +90,8 @@ def loop(request: pytest.FixtureRequest) -> Loop:
     loop.scheduler.state.gate = Gate((Arm.TREE,))
     for name in "abcd":
         loop.add(name, 300)
-    for _ in range(6):
-        full = loop.step()
-    assert sum(full.num_scheduled_tokens.values()) == ROWS
+    steps = [loop.step() for _ in range(6)]
+    assert sum(steps[-1].num_scheduled_tokens.values()) == ROWS
     return loop
 
 
