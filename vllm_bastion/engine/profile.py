@@ -90,8 +90,12 @@ def _time(runner: Any) -> tuple[Curve, Curve]:
     most = min(runner.max_num_tokens, manager.max_total_logits)
     groups = [[n for n in group if n <= most] for group in _ROWS]
     if sizes:
-        groups = [sizes + _beyond(sizes, runner.max_num_tokens)]
-    runs = [n for own in groups for n in [*(n for n in own for _ in "12"), *own * (_RUNS - 1)]]
+        # And a few beyond the largest graph, where steps run without.
+        beyond = {min((sizes[-1] + 1) << i, runner.max_num_tokens) for i in range(4)}
+        groups = [sorted(beyond.union(sizes))]
+    runs: list[int] = []
+    for group in groups:
+        runs += [n for n in group for _ in range(2)] + group * (_RUNS - 1)
     # Without graphs, costs between two sizes are interpolated.
     manager._cudagraph_limit = sizes[-1] if sizes else 1
     timing, started = _Timing(runner), time.perf_counter()
@@ -164,11 +168,6 @@ def _captured(runner: Any) -> list[int]:
     """Token counts of the FULL graphs, ascending; empty without graphs."""
     manager = runner.cudagraph_manager
     return [] if manager is None else list(manager.captured_token_counts())
-
-
-def _beyond(sizes: list[int], most: int) -> list[int]:
-    """A few sizes beyond the largest graph, where steps run without."""
-    return sorted({min((sizes[-1] + 1) << i, most) for i in range(4)} - {sizes[-1]})
 
 
 def _curve(samples: dict[int, list[float]]) -> Curve:
