@@ -88,7 +88,7 @@ def _time(runner: Any) -> tuple[Curve, Curve]:
     """
     sizes, manager = _captured(runner), runner.adaptive_verification
     most = min(runner.max_num_tokens, manager.max_total_logits)
-    groups = [[n for n in group if n <= most] for group in _ROWS]
+    groups = [list(dict.fromkeys(min(n, most) for n in group)) for group in _ROWS]
     if sizes:
         # And a few beyond the largest graph, where steps run without.
         beyond = {min((sizes[-1] + 1) << i, runner.max_num_tokens) for i in range(4)}
