@@ -88,9 +88,10 @@ def _time(runner: Any) -> tuple[Curve, Curve]:
     """
     sizes, manager = _captured(runner), runner.adaptive_verification
     most = min(runner.max_num_tokens, manager.max_total_logits)
-    groups = [list(dict.fromkeys(min(n, most) for n in group)) for group in _ROWS]
+    first, *others = _ROWS
+    capped = list(dict.fromkeys(min(n, most) for n in first))
+    groups = [capped, *([n for n in own if n <= most and n not in capped] for own in others)]
     if sizes:
-        # And a few beyond the largest graph, where steps run without.
         beyond = {min((sizes[-1] + 1) << i, runner.max_num_tokens) for i in range(4)}
         groups = [sorted(beyond.union(sizes))]
     runs: list[int] = []
