@@ -38,6 +38,7 @@ def enable() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     _interpret_triton_library()
     keep_masks_boolean()
+    save_time()
     from triton.backends import Backend, backends
 
     compiler: Any = None
@@ -96,3 +97,49 @@ def keep_masks_boolean() -> None:
         return original(self, ret_ty, arg)
 
     InterpreterBuilder.create_splat = create_splat
+
+
+def save_time() -> None:
+    """Leave out what the interpreter computes in vain, or anew for each call."""
+    import inspect
+
+    import triton.language as tl
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    # Triton checks every sum for an overflow, and forgets what it found unless it debugs.
+    if not builder.options.debug:
+        builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+
+    find_type, types = interpreter._get_np_dtype, dict[str, Any]()
+
+    def numpy_type(triton_type: Any) -> Any:
+        name = triton_type.name
+        if name not in types:
+            types[name] = find_type(triton_type)
+        return types[name]
+
+    builtins: dict[Any, list[tuple[str, Any]]] = {}
+
+    def patch_builtins(place: Any, builder: Any, scope: Any) -> None:
+        """Triton's, which looks for a module's functions anew in each call of a function."""
+        if not builtins.get(place):
+            builtins[place] = inspect.getmembers(place, is_builtin)
+        for name, member in builtins[place]:
+            if getattr(place, name) is not member:
+                return  # a caller's patch is in force
+            interpreter._patch_attr(place, name, member, builder, scope)
+
+    blocks = dict[Any, Any]()
+
+    def block_type(element: Any, shape: Any) -> Any:
+        key = element.name, *shape
+        if key not in blocks:
+            blocks[key] = tl.block_type(element, shape)
+        return blocks[key]
+
+    tl.block_type.with_element_ty = lambda self, element: block_type(element, self.shape)
+    interpreter.InterpreterBuilder.get_block_ty = lambda _, *given: block_type(*given)
+    interpreter._get_np_dtype = numpy_type
+    interpreter._patch_builtin = patch_builtins
