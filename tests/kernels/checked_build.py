@@ -15,7 +15,7 @@ def pytest_collection_finish() -> None:
     from bastion_kernels.cpu import library
 
     library._FLAGS += (
-        "-DBASTION_CHECK", "-DBASTION_EMULATE_TILES", "-O1", "-g", "-fsanitize=undefined",
+        "-DBASTION_CHECK", "-DBASTION_EMULATE_TILES", "-O1", "-fsanitize=undefined",
         "-fno-sanitize-recover=undefined",
     )  # fmt: skip
     library._load.cache_clear()
