@@ -240,13 +240,13 @@ class Batch:
         """What the rows should be, computed in `dtype` with PyTorch."""
         out = torch.full(self.query.shape, POISON, dtype=dtype)
         hq, hkv = self.query.shape[1], self.kv.shape[1]
-        head = torch.arange(hq) // (hq // hkv)
+        head, cache = torch.arange(hq) // (hq // hkv), self.kv.float()
         for r, request in enumerate(self.requests):
             for i in range(request.rows):
                 columns = torch.tensor(request.visible(i, self.window))
                 pages = self.table[r][columns // self.page].long()
                 # [L, Hq, 2d]
-                kv = self.kv.float()[pages, :, columns % self.page][:, head].to(dtype)
+                kv = cache[pages, :, columns % self.page][:, head].to(dtype)
                 keys, values = kv[..., : self.dim], kv[..., self.dim :]
                 if self.k_scale is not None:
                     keys = (keys * self.k_scale).to(dtype)
