@@ -25,6 +25,8 @@ from benchmarks import ROOT
 from tests.e2e.engines import TARGET
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+_FORK = "from tests.e2e import offline; offline.fork(); import vllm.entrypoints.cli.main as cli"
+FORKING_VLLM = [sys.executable, "-c", f"{_FORK}; cli.main()"]
 _START_S, _STOP_S = 900, 60
 
 
@@ -85,7 +87,9 @@ def values(text: str, name: str, **labels: str) -> float:
 
 
 @contextmanager
-def serving(arguments: Sequence[str], env: dict[str, str], log: Path) -> Iterator[Server]:
+def serving(
+    arguments: Sequence[str], env: dict[str, str], log: Path, vllm: Sequence[str] = VLLM
+) -> Iterator[Server]:
     """Run `vllm serve` with `arguments` and yield the server; its output goes to `log`.
 
     Raises:
@@ -94,7 +98,7 @@ def serving(arguments: Sequence[str], env: dict[str, str], log: Path) -> Iterato
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [*VLLM, "serve", *arguments, "--host", "127.0.0.1", "--port", str(port)]
+    command = [*vllm, "serve", *arguments, "--host", "127.0.0.1", "--port", str(port)]
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=out, env=env, cwd=ROOT, start_new_session=True

@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,11 @@ def serving(
     *options: str,
     speculative: dict[str, Any] = SPECULATIVE,
     target: str = TARGET,
+    vllm: Sequence[str] = process.VLLM,
 ) -> AbstractContextManager[Server]:
     """A server that is ready; `options` are further ones of `vllm serve`."""
     given = [target, *OPTIONS, "--speculative-config", json.dumps(speculative), *options]
-    return process.serving(given, environment(caches), log)
+    return process.serving(given, environment(caches), log, vllm)
 
 
 # Compiling for the default limits of a step and timing such steps take a minute.
@@ -59,9 +60,10 @@ SMALL = ("--enforce-eager", "--max-num-seqs", "4", "--max-num-batched-tokens", "
 def server(
     runner: Runner, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Server]:
-    with serving(
-        tmp_path_factory.mktemp("serve") / "log", runner.caches, *request.param
-    ) as running:
+    log = tmp_path_factory.mktemp("serve") / "log"
+    # The small one forks its engine: vLLM would spawn it on a CPU, and import itself once more.
+    vllm = process.FORKING_VLLM if request.param is SMALL else process.VLLM
+    with serving(log, runner.caches, *request.param, vllm=vllm) as running:
         yield running
 
 
