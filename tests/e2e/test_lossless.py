@@ -35,7 +35,7 @@ def batches_of(everything: bool = False) -> list[Batch]:
         cases.chunked(),
         cases.stops(),
         cases.aborted(),
-        cases.wishes(KINDS_CASE, EVERY_KIND, cases.some(4, first=16)),
+        cases.wishes(KINDS_CASE, EVERY_KIND, cases.some(4, first=16), 32 if everything else 24),
         cases.context_end(Engine().max_model_len),
         *cases.prefix_cache(),
     ]

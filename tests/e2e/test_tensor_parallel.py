@@ -27,7 +27,7 @@ def test_two_workers_give_the_tokens_and_trees_of_one(
     runner: Runner, tmp_path: Path, eager: bool, kind: str | None
 ) -> None:
     case = "two tensor-parallel workers"
-    batch = cases.texts(case, 1, first=3, every=3, seed=3, max_tokens=40, ignore_eos=True)
+    batch = cases.texts(case, 1, first=3, every=3, seed=3, max_tokens=24, ignore_eos=True)
     # A fixed budget: an adaptive one depends on times.
     plain = Engine(max_num_seqs=3, eager=eager)
     drafter = make_drafter(kind, tmp_path / "drafter") if kind else DRAFTER

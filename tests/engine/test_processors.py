@@ -236,9 +236,11 @@ def test_all_kinds_in_one_batch_with_other_log_probabilities(mode: str) -> None:
 
 
 @pytest.mark.thorough
-def test_all_kinds_in_one_batch() -> None:
+def test_with_vllms_own_kernels() -> None:
+    """In the interpreter; `tests.cpu.test_replacements` compares each replacement with them."""
     rng = np.random.default_rng(3)
-    assert check([random_request(params, rng) for params in KINDS.values()], 1) > 5
+    some = ("greedy", "no thinking", "bias, min p and penalties", "allowed", "everything")
+    assert check([random_request(KINDS[kind], rng) for kind in some], 1) > 1
 
 
 def test_a_request_that_asks_for_nothing_gets_no_log_probabilities() -> None:

@@ -290,8 +290,7 @@ def test_tiles_of_gpus_with_less_shared_memory(kilobytes: int, dim: int) -> None
 
 
 @paths
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("kinds", [{}, TOGETHER])
+@pytest.mark.parametrize(("dtype", "kinds"), [(F32, TOGETHER), (F16, {})])
 def test_values_reach_the_rows_that_see_them_and_no_others(
     path: str, dtype: torch.dtype, kinds: dict[str, Any]
 ) -> None:
