@@ -90,10 +90,11 @@ def pytest_collection() -> Iterator[Any]:
 
 # The files that take longest, the longest first, so that no core idles at the end.
 _FIRST = (
-    "test_lossless", "test_serving", "test_drafter_types", "test_budget",
-    "test_scheduling", "test_best_first", "test_float8_cache", "test_restored",
-    "test_load", "test_cpu_library", "test_ngram", "test_lookup",
-    "test_replacements", "test_replay",
+    "test_lossless", "test_serving", "test_load", "test_tree_attention", "test_cpu_library",
+    "test_lookup", "test_hybrids", "test_tensor_parallel", "test_host", "test_check", "test_ngram",
+    "test_quantised", "test_budget", "test_deferred", "test_kv_bits", "test_drafter_types",
+    "test_restored", "test_scheduling", "test_compile", "test_gated_delta", "test_float8_cache",
+    "test_tree_attention_cpu", "test_replacements",
 )  # fmt: skip
 
 
