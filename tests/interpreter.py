@@ -9,6 +9,7 @@ every kernel run as Python, which is exact and slow.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from importlib import metadata
@@ -101,45 +102,33 @@ def keep_masks_boolean() -> None:
 
 def save_time() -> None:
     """Leave out what the interpreter computes in vain, or anew for each call."""
-    import inspect
-
     import triton.language as tl
-    from triton.language.core import is_builtin
-    from triton.runtime import interpreter
+    from triton.runtime import interpreter as own
 
-    builder = interpreter.interpreter_builder
     # Triton checks every sum for an overflow, and forgets what it found unless it debugs.
-    if not builder.options.debug:
-        builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    if not own.interpreter_builder.options.debug:
+        own.interpreter_builder.options = own.InterpreterOptions(sanitize_overflow=False)
+    find, types, blocks, builtins = own._get_np_dtype, {}, {}, {}
 
-    find_type, types = interpreter._get_np_dtype, dict[str, Any]()
+    def numpy_type(kind: Any) -> Any:
+        if kind.name not in types:
+            types[kind.name] = find(kind)
+        return types[kind.name]
 
-    def numpy_type(triton_type: Any) -> Any:
-        name = triton_type.name
-        if name not in types:
-            types[name] = find_type(triton_type)
-        return types[name]
-
-    builtins: dict[Any, list[tuple[str, Any]]] = {}
-
-    def patch_builtins(place: Any, builder: Any, scope: Any) -> None:
-        """Triton's, which looks for a module's functions anew in each call of a function."""
-        if not builtins.get(place):
-            builtins[place] = inspect.getmembers(place, is_builtin)
-        for name, member in builtins[place]:
-            if getattr(place, name) is not member:
-                return  # a caller's patch is in force
-            interpreter._patch_attr(place, name, member, builder, scope)
-
-    blocks = dict[Any, Any]()
-
-    def block_type(element: Any, shape: Any) -> Any:
-        key = element.name, *shape
+    def block_type(kind: Any, shape: Any) -> Any:
+        key = kind.name, *shape
         if key not in blocks:
-            blocks[key] = tl.block_type(element, shape)
+            blocks[key] = tl.block_type(kind, shape)
         return blocks[key]
 
-    tl.block_type.with_element_ty = lambda self, element: block_type(element, self.shape)
-    interpreter.InterpreterBuilder.get_block_ty = lambda _, *given: block_type(*given)
-    interpreter._get_np_dtype = numpy_type
-    interpreter._patch_builtin = patch_builtins
+    def patch_builtins(place: Any, builder: Any, scope: Any) -> None:
+        if not builtins.get(place):
+            builtins[place] = inspect.getmembers(place, tl.core.is_builtin)
+        for name, member in builtins[place]:
+            if getattr(place, name) is not member:
+                return  # a caller has patched all of them
+            own._patch_attr(place, name, member, builder, scope)
+
+    own._get_np_dtype, own._patch_builtin = numpy_type, patch_builtins
+    own.InterpreterBuilder.get_block_ty = lambda _, *given: block_type(*given)
+    tl.block_type.with_element_ty = lambda self, kind: block_type(kind, self.shape)

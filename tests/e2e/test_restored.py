@@ -33,7 +33,7 @@ HIT = 0.95
 
 
 def first_turns(name: str = "first turns") -> Batch:
-    return cases.texts(name, 1, first=3, max_tokens=TOKENS, ignore_eos=True)
+    return cases.texts(name, 2, first=3, max_tokens=TOKENS, ignore_eos=True)
 
 
 def second_turns(run: dict[str, Any]) -> Batch:

@@ -112,9 +112,7 @@ def test_processes_may_race(folder: Path) -> None:
     processes = [multiprocessing.get_context("fork").Process(target=_race) for _ in range(2)]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0]
+    assert [process.join() or process.exitcode for process in processes] == [0, 0]
     assert len(list(folder.iterdir())) == 1
 
 

@@ -32,7 +32,7 @@ EXPANDS = versions(expand_best_first.triton, expand_best_first.cpu)
 FINDS = versions(references.find_ngram, find_ngram.triton, find_ngram.cpu)
 KEEPS = versions(references.keep_replies, keep_replies.triton, keep_replies.cpu)
 ADDS = versions(add_prompt.triton, add_prompt.cpu)
-SLOW = {find_ngram.triton: 5}  # in its interpreter, which gets fewer rounds
+SLOW = {find_ngram.triton: 3}  # in its interpreter, which gets fewer rounds
 longest_match = partial(best_match, lengths=range(SHORTEST, LONGEST + 1))
 Found = tuple[int, bool, int]  # m, whether it is own text, p
 
