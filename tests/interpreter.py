@@ -111,9 +111,7 @@ def save_time() -> None:
     find, types, blocks, builtins = own._get_np_dtype, {}, {}, {}
 
     def numpy_type(kind: Any) -> Any:
-        if kind.name not in types:
-            types[kind.name] = find(kind)
-        return types[kind.name]
+        return types.get(kind.name) or types.setdefault(kind.name, find(kind))
 
     def block_type(kind: Any, shape: Any) -> Any:
         key = kind.name, *shape

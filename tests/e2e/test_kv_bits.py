@@ -27,7 +27,7 @@ import torch
 from tests.e2e import cases
 from tests.e2e.compare import Comparison, answers, leaving_the_chain
 from tests.e2e.engines import GAMMA, Engine
-from tests.e2e.marks import on_cpu, slow
+from tests.e2e.marks import on_cpu
 
 pytestmark = on_cpu("bits need equal row counts to round equally")
 
@@ -64,7 +64,8 @@ def full_blocks(session: Any) -> list[dict[str, Any]]:
     return out
 
 
-@pytest.mark.parametrize("kind", ["auto", slow("fp8")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["auto", "fp8"])
 def test_caches_are_bit_equal(compare: Comparison, kind: str) -> None:
     plain = Engine(max_num_seqs=2, eager=True).of(kv_cache_dtype=kind)
     batch = cases.texts(

@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.random_drafter import write_random
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
 from tests.e2e.costs import linear
-from tests.e2e.engines import DRAFTER, Batch, Engine
+from tests.e2e.engines import Batch, Engine
 from tests.e2e.marks import slow
 
 pytestmark = pytest.mark.e2e
@@ -52,26 +50,7 @@ def test_n_gram_drafts_alone_where_a_draft_is_dear(compare: Comparison, mode: st
     assert done["batches"][0]["forwards"] < expected["batches"][0]["forwards"]
 
 
-def half_repeating() -> Batch:
-    """Replies of which some parts stand in their context, and others do not."""
-    batch = Batch("texts that repeat in part")
-    for i in range(6):
-        prompt = cases.long_prompt(cases.DOMAINS[i % 3], 60 + 8 * i)
-        batch.add(f"partly-{i}", prompt, max_tokens=96, ignore_eos=True)
-    return batch
-
-
-@pytest.mark.parametrize("mode", ["sync", slow("async")])
-def test_a_drafter_that_is_never_right(compare: Comparison, tmp_path: Path, mode: str) -> None:
-    """Its trees hold n-gram drafts too, which are right where the text repeats."""
-    drafter = write_random(Path(DRAFTER), tmp_path / "random")
-    tree = PLAIN.with_bastion(32, costs=linear(10.0, 0.3, draft=5.0), model=str(drafter))
-    case = f"n-gram drafts beside wrong ones, {mode}"
-    _, done = compare.both(case, [half_repeating()], PLAIN, tree.with_async(mode == "async"))
-    assert 0 < steps_of(done, "tree") < 0.3 * (steps_of(done, "n-gram") + steps_of(done, "plain"))
-
-
-def test_a_fixed_budget_with_and_without_lookup(compare: Comparison, tmp_path: Path) -> None:
+def test_a_fixed_budget_with_and_without_lookup(compare: Comparison) -> None:
     batches = [repeating()]
     trees = [PLAIN.with_bastion(16, 16, lookup=lookup) for lookup in (True, False)]
     expected, mixed, without = compare.all([PLAIN, *trees], batches)
