@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -14,16 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.tiny.drafter import Selector, load_drafter, save_drafter
 from benchmarks.tiny.model import hf_config, load_target, save_bf16
-from benchmarks.widen import (
-    SHAPES,
-    Dims,
-    Drafter,
-    Shape,
-    Target,
-    Widening,
-    make_pair,
-    read_config,
-)
+from benchmarks.widen import Dims, Drafter, Shape, Target, make_pair, read_config
 
 VOCAB = 64
 DIMS = Dims(
@@ -38,11 +28,8 @@ EXACT = Shape(192, 96, 9, 8, 4, 64, 200, drafter_layers=5)
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random pair whose parts all matter: attention is peaked, norms differ by channel."""
+    folder, target = tmp_path_factory.mktemp("pair"), Target(DIMS)
     drafter = Drafter(replace(DIMS, num_hidden_layers=2), mask_id=1)
-    return write(tmp_path_factory.mktemp("pair"), Target(DIMS), drafter)
-
-
-def write(folder: Path, target: Target, drafter: Drafter) -> Path:
     torch.manual_seed(3)
     for model in (target, drafter):
         for name, weight in model.named_parameters():
@@ -141,19 +128,6 @@ def test_a_wide_pair_computes_the_tiny_ones_function(
     check(source, tmp_path)
 
 
-def test_a_wide_llama_computes_the_small_ones_function(tmp_path: Path) -> None:
-    """Without norms of heads, and with a drafter that knows every third token."""
-    drafter = Drafter(
-        replace(DIMS, num_hidden_layers=2), mask_id=1, vocabulary=torch.arange(0, VOCAB, 3)
-    )
-    small = write(tmp_path / "small", Target(DIMS, "llama"), drafter)
-    config = read_config(small / "target")
-    config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    (small / "target" / "config.json").write_text(json.dumps(config))
-    make_pair(EXACT, tmp_path / "wide", small)
-    check(small, tmp_path / "wide")
-
-
 def test_a_wide_head_corrects_as_the_tiny_one(source: Path, tmp_path: Path) -> None:
     own = tmp_path / "source"
     own.mkdir()
@@ -171,8 +145,3 @@ def test_a_wide_head_corrects_as_the_tiny_one(source: Path, tmp_path: Path) -> N
     wide = read(tmp_path / "wide" / "dflash2")
     assert read(own / "dflash2").keys() <= wide.keys()
     assert wide["layers.4.mlp.up_proj.weight"].shape == (96, 192)
-
-
-def test_the_tiny_pair_fits_every_known_shape() -> None:
-    for shape in SHAPES.values():
-        Widening(Dims(), shape, Target.feature_layers)

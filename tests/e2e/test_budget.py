@@ -90,6 +90,20 @@ def test_requests_with_their_own_budgets(compare: Comparison, timing: str) -> No
     assert all((nodes > 0) == (most[name] > 0) for name, nodes in seen.items()), seen
 
 
+def test_no_request_wants_drafts(compare: Comparison) -> None:
+    """Steps are those of plain decoding."""
+    bare, own = Batch("every budget is 0"), Batch("every budget is 0")
+    for at, (name, text) in enumerate(cases.some(2)):
+        params = {"max_tokens": 40, **cases.drawn(at)}
+        bare.add(name, text, **params)
+        own.add(name, text, **params, extra_args={"bastion_budget": 0})
+    plain = Engine(eager=True).of(max_num_batched_tokens=512)
+    expected, run = compare.run(plain, [bare]), compare.run(plain.with_bastion(16), [own])
+    compare.same("no budget", [bare], expected, run)
+    assert not any(run["batches"][0]["verified"])
+    assert run["batches"][0]["batch_sizes"] == expected["batches"][0]["batch_sizes"]
+
+
 NODES = 24
 COSTS = {
     # Rows cost nothing: the largest tree is the best one.

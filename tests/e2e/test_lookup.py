@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.random_drafter import write_random
 from tests.e2e import cases
 from tests.e2e.compare import Comparison
 from tests.e2e.costs import linear
-from tests.e2e.engines import Batch, Engine
+from tests.e2e.engines import DRAFTER, Batch, Engine
 from tests.e2e.marks import slow
 
 pytestmark = pytest.mark.e2e
@@ -48,6 +50,14 @@ def test_n_gram_drafts_alone_where_a_draft_is_dear(compare: Comparison, mode: st
     assert steps_of(done, "n-gram") > steps_of(done, "tree") > 0
     assert by_source(done, "accepted")["lookup"] > 0
     assert done["batches"][0]["forwards"] < expected["batches"][0]["forwards"]
+
+
+def test_a_drafter_that_is_never_right(compare: Comparison, tmp_path: Path) -> None:
+    """Its trees hold n-gram drafts too, which are right where the text repeats."""
+    drafter = write_random(Path(DRAFTER), tmp_path / "random")
+    tree = PLAIN.with_bastion(32, costs=linear(10.0, 0.3, draft=5.0), model=str(drafter))
+    _, done = compare.both("n-gram drafts beside wrong ones", [repeating()], PLAIN, tree)
+    assert 0 < steps_of(done, "tree") < 0.3 * (steps_of(done, "n-gram") + steps_of(done, "plain"))
 
 
 def test_a_fixed_budget_with_and_without_lookup(compare: Comparison) -> None:
