@@ -12,6 +12,7 @@ from tests.e2e import cases
 from tests.e2e.compare import Comparison
 from tests.e2e.costs import linear
 from tests.e2e.engines import GAMMA, Batch, Engine
+from tests.e2e.marks import slow
 
 pytestmark = pytest.mark.e2e
 
@@ -90,16 +91,17 @@ def test_requests_with_their_own_budgets(compare: Comparison, timing: str) -> No
     assert all((nodes > 0) == (most[name] > 0) for name, nodes in seen.items()), seen
 
 
-def test_no_request_wants_drafts(compare: Comparison) -> None:
+@pytest.mark.parametrize("mode", ["sync", slow("async")])
+def test_no_request_wants_drafts(compare: Comparison, mode: str) -> None:
     """Steps are those of plain decoding."""
     bare, own = Batch("every budget is 0"), Batch("every budget is 0")
     for at, (name, text) in enumerate(cases.some(2)):
         params = {"max_tokens": 40, **cases.drawn(at)}
         bare.add(name, text, **params)
         own.add(name, text, **params, extra_args={"bastion_budget": 0})
-    plain = Engine(eager=True).of(max_num_batched_tokens=512)
+    plain = Engine(eager=True).of(max_num_batched_tokens=512).with_async(mode == "async")
     expected, run = compare.run(plain, [bare]), compare.run(plain.with_bastion(16), [own])
-    compare.same("no budget", [bare], expected, run)
+    compare.same(f"no budget, {mode}", [bare], expected, run)
     assert not any(run["batches"][0]["verified"])
     assert run["batches"][0]["batch_sizes"] == expected["batches"][0]["batch_sizes"]
 

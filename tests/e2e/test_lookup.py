@@ -52,11 +52,13 @@ def test_n_gram_drafts_alone_where_a_draft_is_dear(compare: Comparison, mode: st
     assert done["batches"][0]["forwards"] < expected["batches"][0]["forwards"]
 
 
-def test_a_drafter_that_is_never_right(compare: Comparison, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["sync", slow("async")])
+def test_a_drafter_that_is_never_right(compare: Comparison, tmp_path: Path, mode: str) -> None:
     """Its trees hold n-gram drafts too, which are right where the text repeats."""
     drafter = write_random(Path(DRAFTER), tmp_path / "random")
     tree = PLAIN.with_bastion(32, costs=linear(10.0, 0.3, draft=5.0), model=str(drafter))
-    _, done = compare.both("n-gram drafts beside wrong ones", [repeating()], PLAIN, tree)
+    tree, case = tree.with_async(mode == "async"), f"n-gram drafts beside wrong ones, {mode}"
+    _, done = compare.both(case, [repeating()], PLAIN, tree)
     assert 0 < steps_of(done, "tree") < 0.3 * (steps_of(done, "n-gram") + steps_of(done, "plain"))
 
 

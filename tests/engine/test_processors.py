@@ -240,7 +240,7 @@ def test_with_vllms_own_kernels() -> None:
     """In the interpreter; `tests.cpu.test_replacements` compares each replacement with them."""
     rng = np.random.default_rng(3)
     some = ("greedy", "no thinking", "bias, min p and penalties", "allowed", "everything")
-    assert check([random_request(KINDS[kind], rng) for kind in some], 1) > 1
+    assert check([random_request(KINDS[kind], rng) for kind in some], 1) > 5
 
 
 def test_a_request_that_asks_for_nothing_gets_no_log_probabilities() -> None:
